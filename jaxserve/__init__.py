@@ -1,0 +1,34 @@
+"""jaxserve: an LLM serving engine in JAX for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig as EngineConfig
+    from jaxserve.config import MeshConfig as MeshConfig
+    from jaxserve.engine.async_llm import AsyncLLM as AsyncLLM
+    from jaxserve.llm import LLM as LLM
+    from jaxserve.llm import generate as generate
+    from jaxserve.request import CompletionOutput as CompletionOutput
+    from jaxserve.request import RequestOutput as RequestOutput
+    from jaxserve.request import RequestOutputKind as RequestOutputKind
+    from jaxserve.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "jaxserve.llm", "generate": "jaxserve.llm", "AsyncLLM": "jaxserve.engine.async_llm",
+    "SamplingParams": "jaxserve.request", "RequestOutput": "jaxserve.request",
+    "CompletionOutput": "jaxserve.request", "RequestOutputKind": "jaxserve.request",
+    "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config",
+}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when first used, so that `jaxserve --help` and the jax-free parts need no jax.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

@@ -1,0 +1,34 @@
+"""Everything that differs between JAX versions or platforms, and JAX's process-wide settings."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+
+import jax
+
+
+def use_compilation_cache(directory: str | None, device_platform: str) -> None:
+    """Turns on JAX's persistent compilation cache, unless "" says not to.
+
+    Args:
+      directory: where; None: what the user set up in JAX, else ~/.cache/jaxserve/xla.
+      device_platform: "cpu" programs go to a folder of their own for each kind of processor: one compiled for
+        another may crash.
+    """
+    if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
+        return
+    place = Path(directory).expanduser() if directory else Path.home() / ".cache" / "jaxserve" / "xla"
+    if device_platform == "cpu":
+        place /= f"cpu-{_processor_fingerprint()}"
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _processor_fingerprint() -> str:
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]

@@ -1,0 +1,185 @@
+"""All configuration: frozen dataclasses, validated and resolved once; nothing changes them later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from jaxserve.errors import InvalidInputError, UnsupportedModelError
+
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and how it is stretched past the trained context.
+
+    Attributes:
+      theta: base of the frequencies.
+      kind: "none" is the plain form (Su et al., arXiv:2104.09864).
+      factor: stretch of the context.
+      original_max_position: trained context, for dynamic, llama3 and yarn.
+      low_freq_factor, high_freq_factor: llama3's bounds of the interpolated band.
+      beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate: yarn's (arXiv:2309.00071), named as in HF configs.
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "none"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder's shape and options. Made by `models.registry.model_config_from_hf`, the only reader of HF configs.
+
+    Attributes:
+      layer_windows: per layer the sliding window in tokens (a query sees itself and window - 1 before it), or None.
+      attention_bias: q, k and v have biases; attention_out_bias: so has the output projection.
+      qk_norm: RMSNorm over the head width on q and k before RoPE (Qwen3).
+      dtype: the checkpoint's own.
+      hf_config: the checkpoint's config.json as read, kept so that a converted checkpoint can carry it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    hf_config: dict = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError("num_attention_heads", self.num_heads,
+                                        f"a multiple of num_key_value_heads={self.num_kv_heads}")
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+
+
+def kv_groups(config: ModelConfig, tensor_parallel_size: int) -> tuple[int, int]:
+    """Stored KV heads K' and query heads per stored KV head G' at this tensor-parallel size.
+
+    With more ranks than KV heads each KV head is stored once per rank that needs it.
+
+    Raises:
+      InvalidInputError: the heads cannot be divided over the ranks.
+    """
+    tp, num_heads, num_kv = tensor_parallel_size, config.num_heads, config.num_kv_heads
+    if num_heads % tp or (num_kv % tp and tp % num_kv):
+        raise InvalidInputError("tensor_parallel_size", tp, f"a divisor of the {num_heads} query heads that divides, "
+                                f"or is a multiple of, the {num_kv} KV heads")
+    stored = max(num_kv, tp)
+    return stored, num_heads // stored
+
+
+def _require_int(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise InvalidInputError(name, value, f"an integer, at least {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each kind of parallelism uses.
+
+    Attributes:
+      tensor: devices over which heads, MLP width and vocabulary are split.
+    """
+
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _require_int("mesh.tensor", self.tensor, 1)
+
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
+"""KV cache on a CPU when `kv_cache_memory_bytes` is not given (less if that many tokens can never be live)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Engine options, with vLLM's names. None means: chosen by `resolve` for the model and the platform.
+
+    Attributes:
+      dtype: of weights, activations and cache; "auto": float32 on a CPU, else the checkpoint's own.
+      max_model_len: most tokens of a sequence; default: the model's own limit.
+      max_num_seqs: sequences that run at once; default 32 on a CPU, else 256.
+      max_num_batched_tokens: tokens of a step; default 512 on a CPU, else 8192. Longer prompts are cut into chunks.
+      block_size: tokens of a KV block.
+      gpu_memory_utilization: share of a GPU's memory for weights, temporaries and KV cache together.
+      kv_cache_memory_bytes: KV cache per device instead; default on a CPU `DEFAULT_CPU_KV_CACHE_BYTES`.
+      num_gpu_blocks_override: exactly this many blocks, for tests and experiments.
+      seed: of requests that bring no seed of their own.
+      async_scheduling: plan and dispatch a step while the one before runs.
+      mesh: devices to use.
+      compilation_cache_dir: where compiled programs are kept between runs; "": nowhere; default: JAX's own setting,
+        else ~/.cache/jaxserve/xla.
+    """
+
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    seed: int = 0
+    async_scheduling: bool = True
+    mesh: Any = MeshConfig()
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):
+            raise InvalidInputError("dtype", self.dtype, f"one of {', '.join(get_args(DType))}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
+        if self.num_gpu_blocks_override is not None:
+            _require_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        _require_int("block_size", self.block_size, 1)
+        _require_int("seed", self.seed, 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
+
+    def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
+        """The same options without None or "auto" (but for the memory options, which `runner.memory` reads).
+
+        Raises:
+          InvalidInputError: options that contradict each other or the model.
+        """
+        on_cpu = platform == "cpu"
+        max_model_len = self.max_model_len or model.max_position
+        if max_model_len > model.max_position:
+            raise InvalidInputError("max_model_len", max_model_len, f"at most the model's {model.max_position}")
+        max_num_seqs = self.max_num_seqs or (32 if on_cpu else 256)
+        max_tokens = self.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+        if max_tokens < max_num_seqs:
+            raise InvalidInputError("max_num_batched_tokens", max_tokens, f"at least max_num_seqs={max_num_seqs}")
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "float32" if on_cpu else model.dtype
+        return replace(self, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+                       max_num_batched_tokens=max_tokens)

@@ -1,0 +1,1 @@
+"""The loop that ties scheduler, runner and outputs together, blocking and asynchronous."""

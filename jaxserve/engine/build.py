@@ -1,0 +1,169 @@
+"""From a model's path and options to a running engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from convert.load import from_named, load_params
+from convert.packaged import packaged_smollm2
+from convert.source import Source, open_source
+from jaxserve import compat
+from jaxserve.config import EngineConfig, MeshConfig, ModelConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.inputs import InputProcessor
+from jaxserve.engine.weights import as_params
+from jaxserve.errors import InvalidInputError
+from jaxserve.models.params import abstract_params
+from jaxserve.models.registry import model_config_from_hf
+from jaxserve.request import SamplingParams
+from jaxserve.runner.kv_cache import cache_spec
+from jaxserve.runner.memory import num_kv_blocks
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.sharding import TENSOR, make_mesh, param_sharding
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An engine and what belongs to it; `LLM` and `AsyncLLM` are faces of one.
+
+    Attributes:
+      config: the resolved options.
+      default_sampling: what the checkpoint's generation config suggests.
+    """
+
+    engine: Engine
+    inputs: InputProcessor
+    tokenizer: Tokenizer | None
+    model: ModelConfig
+    config: EngineConfig
+    default_sampling: SamplingParams
+
+    def update_weights(self, params: Any) -> None:
+        """See `LLM.update_weights`."""
+        current = self.engine.runner.params()
+        tensor_parallel_size = self.engine.runner.mesh.shape[TENSOR]
+        expected = abstract_params(self.model, tensor_parallel_size=tensor_parallel_size, dtype=self.config.dtype)
+
+        def from_hf_names(named: Mapping[str, Any]) -> dict[str, jax.Array]:
+            return from_named(named, self.model, expected, tensor_parallel_size=tensor_parallel_size,
+                              shardings={path: array.sharding for path, array in current.items()})
+
+        self.engine.update_weights(as_params(params, current, from_hf_names))
+
+
+def engine_config(**options: Any) -> EngineConfig:
+    """Engine options by name; `tensor_parallel_size=n` is short for `mesh=MeshConfig(tensor=n)`.
+
+    Raises:
+      InvalidInputError: an option is unknown, wrong, or contradicts another.
+    """
+    tensor_parallel_size = options.pop("tensor_parallel_size", None)
+    if options.get("mesh") is None:
+        options.pop("mesh", None)
+    if tensor_parallel_size is not None:
+        mesh = options.setdefault("mesh", MeshConfig(tensor=tensor_parallel_size))
+        size = mesh.tensor if isinstance(mesh, MeshConfig) else mesh.shape.get(TENSOR)
+        if size != tensor_parallel_size:
+            raise InvalidInputError("tensor_parallel_size", tensor_parallel_size, f"{size}, as mesh says, or left out")
+    known = EngineConfig.__dataclass_fields__
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidInputError(name, value, f"no such engine option; there are {', '.join(sorted(known))}")
+    return EngineConfig(**options)
+
+
+def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+          **options: Any) -> Serving:
+    """Loads a model and makes an engine for it.
+
+    Args:
+      model: a folder or GGUF file; None: the packaged SmolLM2-135M-Instruct.
+      tokenizer: folder of another tokenizer than the model's own.
+      skip_tokenizer_init: prompts are token ids only.
+      options: see `EngineConfig`.
+
+    Raises:
+      JaxserveError: what is wrong with model or options.
+    """
+    config = engine_config(**options)
+    start = time.monotonic()
+    source = open_source(packaged_smollm2() if model is None else model)
+    model_config = model_config_from_hf(source.hf_config)
+    mesh = make_mesh(config.mesh)
+    device = mesh.devices.flat[0]
+    config = config.resolve(model_config, device.platform)
+    compat.use_compilation_cache(config.compilation_cache_dir, device.platform)
+    params = _load(source, model_config, config, mesh)
+    text = None if skip_tokenizer_init else _tokenizer(source, tokenizer)
+    logger.info("loaded %s in %.1f s", source.name, time.monotonic() - start)
+    engine = make_engine(config, model_config, params, mesh, text)
+    assert config.max_model_len is not None
+    inputs = InputProcessor(text, vocab_size=model_config.vocab_size, max_model_len=config.max_model_len,
+                            capacity_tokens=engine.scheduler.capacity_tokens, seed=config.seed,
+                            eos_token_ids=_eos_token_ids(source, text))
+    return Serving(engine, inputs, text, model_config, config, _default_sampling(source.generation_config))
+
+
+def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, jax.Array], mesh: jax.sharding.Mesh,
+                tokenizer: Tokenizer | None) -> Engine:
+    """An engine for parameters that are on the mesh already."""
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len, "config is not resolved"
+    tensor_parallel_size = mesh.shape[TENSOR]
+    spec = cache_spec(model, num_blocks=0, block_size=config.block_size, dtype=config.dtype,
+                      tensor_parallel_size=tensor_parallel_size)
+    weight_bytes = sum(array.addressable_shards[0].data.nbytes for array in params.values())
+    num_blocks = num_kv_blocks(config, spec, mesh.devices.flat[0], tensor_parallel_size=tensor_parallel_size,
+                               weight_bytes=weight_bytes, temp_bytes=0)
+    spec = cache_spec(model, num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype,
+                      tensor_parallel_size=tensor_parallel_size)
+    scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
+                          max_num_batched_tokens=config.max_num_batched_tokens,
+                          max_blocks_per_seq=-(-(config.max_model_len + 1) // config.block_size))
+    runner = ModelRunner(config, model, params, mesh, spec, scheduler.block_tables)
+    return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling)
+
+
+def _load(source: Source, model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    tensor_parallel_size = mesh.shape[TENSOR]
+    expected = abstract_params(model, tensor_parallel_size=tensor_parallel_size, dtype=jnp.dtype(config.dtype))
+    shardings = {path: param_sharding(mesh, spec.shape, spec.axes) for path, spec in expected.items()}
+    return load_params(source, model, expected, tensor_parallel_size=tensor_parallel_size, shardings=shardings)
+
+
+def _tokenizer(source: Source, folder: str | None) -> Tokenizer:
+    if folder is not None:
+        return Tokenizer.from_folder(folder)
+    data = source.tokenizer()
+    return Tokenizer(data.backend, data.config)
+
+
+def _eos_token_ids(source: Source, tokenizer: Tokenizer | None) -> set[int]:
+    """All ids that end a text by generation config, model config or tokenizer."""
+    found: set[int] = set()
+    for given in (source.generation_config.get("eos_token_id"), source.hf_config.get("eos_token_id")):
+        found.update([given] if isinstance(given, int) else given or [])
+        if found:
+            break
+    if tokenizer is not None and (eos := tokenizer.eos_token_id) is not None:
+        found.add(eos)
+    return found
+
+
+def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """vLLM's defaults with what the checkpoint suggests."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if generation_config.get("max_new_tokens") is not None:
+        given["max_tokens"] = generation_config["max_new_tokens"]
+    return SamplingParams(**given)

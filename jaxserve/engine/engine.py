@@ -1,0 +1,163 @@
+"""The engine: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxserve.engine.logprobs import HostCopy
+from jaxserve.engine.outputs import Completion, RequestGroup
+from jaxserve.request import Request, RequestOutput, RequestStatus
+from jaxserve.runner.model_runner import Dispatched, ModelRunner
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.text import Tokenizer
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made; see also the gauges of `Engine`."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+
+
+class Engine:
+    """Scheduler, runner and outputs as one loop; knows neither files nor threads. Not thread-safe.
+
+    With `overlap` a step is planned and dispatched before the tokens of the one before are read (see `Scheduler`).
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, *, overlap: bool):
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.stats = EngineStats()
+        self._overlap = overlap
+        self._ahead: Dispatched | None = None
+        self._undelivered: list[RequestOutput] = []
+        self._completions: dict[Request, Completion] = {}
+        self._groups: dict[str, RequestGroup] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._groups) or self._ahead is not None
+
+    def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+        """Queues the completions of one caller's request."""
+        self._groups[group.request_id] = group
+        group.num_unfinished = len(requests)
+        for index, request in enumerate(requests):
+            completion = Completion(request, group, index, self.tokenizer)
+            group.completions.append(completion)
+            self._completions[request] = completion
+            self.scheduler.add(request)
+        self.stats.num_prompt_tokens += len(group.prompt_token_ids)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request now; returns what it had so far, or None if it is unknown or already finished."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for completion in group.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                self._retire(completion)
+        self.stats.num_aborted += 1
+        return group.output([completion.output() for completion in group.completions])
+
+    def step(self) -> list[RequestOutput]:
+        """Plans and dispatches a step, then reads the one before it (without overlap: this one)."""
+        with jax.profiler.TraceAnnotation("schedule"):
+            plan = self.scheduler.schedule()
+        with jax.profiler.TraceAnnotation("step"):
+            dispatched = None if plan.is_empty else self._dispatch(plan)
+        if self._overlap:
+            dispatched, self._ahead = self._ahead, dispatched
+        outputs, self._undelivered = self._undelivered, []
+        return outputs if dispatched is None else outputs + self._read(dispatched)
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def update_weights(self, params: Mapping[str, jax.Array]) -> None:
+        """Continues with other weights. What the cache holds was computed with the old ones, so running requests
+        compute their tokens again."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            self._undelivered += self._read(ahead)
+        self.scheduler.recompute_all()
+        self.runner.set_params(params)
+
+    def _dispatch(self, plan: StepPlan) -> Dispatched:
+        for chunk in plan.chunks:
+            metrics = self._completions[chunk.request].group.metrics
+            if metrics.first_scheduled_time_s is None:
+                metrics.first_scheduled_time_s = time.monotonic()
+        return self.runner.dispatch(plan)
+
+    def _read(self, step: Dispatched) -> list[RequestOutput]:
+        """Waits for a step's tokens and hands them to their completions."""
+        with jax.profiler.TraceAnnotation("outputs"):
+            token_ids = np.asarray(step.outputs.token_ids).tolist()
+            now = time.monotonic()
+            self.stats.num_steps += 1
+            sampled = HostCopy(step.outputs.logprobs)
+            outputs: list[RequestOutput] = []
+            for row, request in enumerate(step.plan.decodes):
+                self._take(request, token_ids[row], row, sampled, now, outputs)
+            if step.plan.chunks:
+                self._read_prompt_logprobs(step)
+                for row, chunk in enumerate(step.plan.chunks, start=len(step.plan.decodes)):
+                    if chunk.samples:
+                        self._take(chunk.request, token_ids[row], row, sampled, now, outputs)
+            return outputs
+
+    def _take(self, request: Request, token_id: int, row: int, logprobs: HostCopy, now: float,
+              outputs: list[RequestOutput]) -> None:
+        request.num_inflight -= 1
+        if request.status is RequestStatus.FINISHED:
+            return  # it ended while this token was on its way
+        completion = self._completions[request]
+        completion.take(token_id)
+        if completion.logprobs is not None:
+            completion.logprobs.add(token_id, row, logprobs.get())
+        metrics = completion.group.metrics
+        if metrics.first_token_time_s is None:
+            metrics.first_token_time_s = now
+        self.stats.num_generated_tokens += 1
+        if completion.finish_reason is not None:
+            metrics.last_token_time_s = now
+            completion.finish()
+            self._retire(completion)
+            self.stats.num_finished += completion.group.num_unfinished == 0
+            outputs += completion.group.on_finish(completion)
+        elif completion.streams:
+            metrics.last_token_time_s = now
+            outputs.append(completion.group.output([completion.output()]))
+
+    def _read_prompt_logprobs(self, step: Dispatched) -> None:
+        arrays = HostCopy(step.outputs.prompt_logprobs)
+        row = len(step.plan.decodes)
+        for chunk in step.plan.chunks:
+            completion = self._completions.get(chunk.request)
+            if completion is not None and completion.prompt_logprobs is not None:
+                completion.prompt_logprobs.add(chunk.start, chunk.num_tokens, row, arrays.get())
+                if completion.prompt_logprobs.is_complete:
+                    completion.group.prompt_logprobs = completion.prompt_logprobs.positions
+            row += chunk.num_tokens
+
+    def _retire(self, completion: Completion) -> None:
+        """Takes a completion whose finish_reason is set out of the engine."""
+        self.scheduler.finish(completion.request)
+        del self._completions[completion.request]
+        group = completion.group
+        group.metrics.num_preemptions += completion.request.num_preemptions
+        group.num_unfinished -= 1
+        if not group.num_unfinished:
+            del self._groups[group.request_id]

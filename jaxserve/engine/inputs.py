@@ -1,0 +1,149 @@
+"""From what the caller passes to requests that the engine can take; every check of user input that needs the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.errors import InvalidInputError, PromptTooLongError
+from jaxserve.request import Request, RequestMetrics, SamplingParams
+from jaxserve.text import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+"""A text, token ids, chat messages, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """One prompt or a list of prompts -> the list, and whether it was a single one.
+
+    Raises:
+      InvalidInputError: neither.
+    """
+    if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts) or _is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Iterable):
+        return list(prompts), False
+    raise InvalidInputError("prompts", prompts, "a text, token ids, chat messages, or a list of these")
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, (int, np.integer)) for item in value)
+
+
+def _is_messages(value: Any) -> bool:
+    return (isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+            and all(isinstance(item, Mapping) and "role" in item for item in value))
+
+
+class InputProcessor:
+    """Tokenises, checks and completes requests.
+
+    Args:
+      vocab_size: ids below it are valid; the model's, which may be larger than the tokenizer's.
+      max_model_len: most tokens of a sequence.
+      capacity_tokens: tokens that fit into the whole KV cache.
+      eos_token_ids: what ends a text, by the checkpoint's generation config and tokenizer.
+      seed: of the seeds drawn for requests that bring none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, capacity_tokens: int,
+                 eos_token_ids: Iterable[int], seed: int):
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._capacity_tokens = capacity_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seeds = np.random.default_rng(seed)
+
+    def make(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0,
+             arrival_time_s: float | None = None, field: str = "prompt",
+             chat_options: Mapping[str, Any] | None = None) -> tuple[RequestGroup, list[Request]]:
+        """A caller's request and its n sequences.
+
+        Args:
+          field: what to call the prompt in errors.
+          chat_options: for the chat template, if the prompt is messages.
+
+        Raises:
+          InvalidInputError: what is wrong with prompt or parameters.
+        """
+        text, token_ids = self._tokenise(prompt, field, chat_options or {})
+        self._check_prompt(token_ids, field)
+        params.check_vocab(self._vocab_size)
+        bad_words_ids = self._bad_words_ids(params)
+        needs_text = params.stop or params.bad_words
+        if self.tokenizer is None and needs_text:
+            raise InvalidInputError("stop" if params.stop else "bad_words", needs_text, "none without a tokenizer")
+        arrival = time.monotonic() if arrival_time_s is None else arrival_time_s
+        group = RequestGroup(request_id, text, token_ids, params, RequestMetrics(arrival))
+        requests = []
+        for index in range(params.n):
+            own = params.for_completion(index)
+            seed = int(self._seeds.integers(2**63)) if own.seed is None else own.seed % 2**64
+            requests.append(Request(
+                f"{request_id}-{index}" if params.n > 1 else request_id, token_ids, own,
+                self._max_total_tokens(len(token_ids), params), arrival, priority, seed, self._stop_ids(params),
+                bad_words_ids, needs_host_tokens=any(len(word) > 1 for word in bad_words_ids)))
+        return group, requests
+
+    def _tokenise(self, prompt: Prompt, field: str, chat_options: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = {"prompt": str, "prompt_token_ids": Sequence}
+            given = [key for key in known if prompt.get(key) is not None]
+            if len(given) != 1 or not isinstance(prompt[given[0]], known[given[0]]):
+                raise InvalidInputError(field, dict(prompt), '{"prompt": text} or {"prompt_token_ids": ids}')
+            return self._tokenise(prompt[given[0]], f"{field}.{given[0]}", chat_options)
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer(field, prompt).encode(prompt)
+        if _is_messages(prompt):
+            tokenizer = self._need_tokenizer(field, prompt)
+            text = tokenizer.chat.render(prompt, **chat_options)
+            return text, tokenizer.encode(text, add_special_tokens=False)
+        if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
+            return None, [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
+        raise InvalidInputError(field, prompt, "a text, token ids (integers) or chat messages")
+
+    def _need_tokenizer(self, field: str, prompt: Any) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidInputError(field, prompt, "token ids: this engine has no tokenizer")
+        return self.tokenizer
+
+    def _check_prompt(self, token_ids: Sequence[int], field: str) -> None:
+        if not token_ids:
+            raise InvalidInputError(field, token_ids, "at least one token")
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidInputError(field, token_id, f"token ids from 0 to {self._vocab_size - 1}")
+        for limit, name in ((self._max_model_len, "max_model_len"), (self._capacity_tokens, "the KV cache's tokens")):
+            if len(token_ids) > limit:
+                raise PromptTooLongError(field, f"{len(token_ids)} tokens", f"at most {limit} tokens ({name})")
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        # The last token of a sequence is only sampled, it takes no room: a prompt may fill all there is.
+        limit = min(max(self._max_model_len, num_prompt_tokens + 1), self._capacity_tokens + 1)
+        return limit if params.max_tokens is None else min(limit, num_prompt_tokens + params.max_tokens)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids or ())
+        return own if params.ignore_eos else own | self._eos_token_ids
+
+    def _bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it reads at the start of a text and after a space."""
+        if self.tokenizer is None or not params.bad_words:
+            return ()
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if token_ids:
+                    found[token_ids] = None
+        return tuple(found)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -1,0 +1,83 @@
+"""Log-probabilities from the device's arrays to the caller's dictionaries, made only when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.request import Logprob, PositionLogprobs
+from jaxserve.text import Tokenizer
+
+HostLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""As `sampling.logprobs.Logprobs`: log-probability [R], rank [R], likeliest ids [R, MAX], their values [R, MAX]."""
+
+
+class HostCopy:
+    """A step's log-probability arrays, brought to the host when the first request asks for them."""
+
+    def __init__(self, arrays: Sequence[Any] | None):
+        self._arrays = arrays
+        self._copy: HostLogprobs | None = None
+
+    def get(self) -> HostLogprobs:
+        if self._copy is None:
+            assert self._arrays is not None
+            logprobs, ranks, top_ids, top_logprobs = (np.asarray(array) for array in self._arrays)
+            self._copy = logprobs, ranks, top_ids, top_logprobs
+        return self._copy
+
+
+class SampledLogprobs:
+    """Of one completion's tokens. A step's arrays are kept as they are until an output needs them as dictionaries."""
+
+    def __init__(self, num_top: int, tokenizer: Tokenizer | None):
+        self._num_top, self._tokenizer = num_top, tokenizer
+        self._pending: list[tuple[int, int, HostLogprobs]] = []
+        self._positions: list[PositionLogprobs] = []
+        self.cumulative = 0.0
+
+    def add(self, token_id: int, row: int, arrays: HostLogprobs) -> None:
+        """One more token, described by this row of the step's arrays."""
+        self._pending.append((token_id, row, arrays))
+        self.cumulative += float(arrays[0][row])
+
+    def since(self, first: int) -> list[PositionLogprobs]:
+        """Of tokens first, first + 1, ..."""
+        for token_id, row, arrays in self._pending:
+            self._positions.append(_position(token_id, row, arrays, self._num_top, self._tokenizer))
+        self._pending.clear()
+        return self._positions[first:]
+
+
+class PromptLogprobs:
+    """Of one prompt's tokens, which may come in several chunks, and again after a preemption."""
+
+    def __init__(self, num_top: int, prompt_token_ids: list[int], tokenizer: Tokenizer | None):
+        self._num_top, self._tokenizer, self._token_ids = num_top, tokenizer, prompt_token_ids
+        self.positions: list[PositionLogprobs | None] = [None]  # nothing predicts the first token
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.positions) == len(self._token_ids)
+
+    def add(self, start: int, num_tokens: int, row: int, arrays: HostLogprobs) -> None:
+        """A chunk: the token at position start + i is row row + i and predicts the one after it."""
+        for offset in range(num_tokens):
+            position = start + offset + 1
+            if position == len(self.positions) and position < len(self._token_ids):
+                token_id = self._token_ids[position]
+                self.positions.append(_position(token_id, row + offset, arrays, self._num_top, self._tokenizer))
+
+
+def _position(token_id: int, row: int, arrays: HostLogprobs, num_top: int,
+              tokenizer: Tokenizer | None) -> PositionLogprobs:
+    logprobs, ranks, top_ids, top_logprobs = arrays
+    text = (lambda _: None) if tokenizer is None else tokenizer.token_text
+    found = {token_id: Logprob(float(logprobs[row]), int(ranks[row]), text(token_id))}
+    likeliest = zip(top_ids[row, :num_top].tolist(), top_logprobs[row, :num_top].tolist(), strict=True)
+    for rank, (top_id, logprob) in enumerate(likeliest, start=1):
+        if top_id != token_id:
+            found[top_id] = Logprob(logprob, rank, text(top_id))
+    return found

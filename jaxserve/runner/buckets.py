@@ -1,0 +1,68 @@
+"""The few fixed shapes that steps are padded to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from jaxserve.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The shape of one compiled step.
+
+    Attributes:
+      num_tokens: rows T of the model's input.
+      num_seqs: sequences S.
+      num_tiles: query tiles Q for the chunks; 0 in a decode step, where row i is sequence i's one token.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_tiles: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tiles == 0
+
+    def __str__(self) -> str:
+        kind = "decode" if self.is_decode else "mixed"
+        return f"{kind} T={self.num_tokens} S={self.num_seqs}"
+
+
+class Buckets:
+    """Decode steps double from 1 to max_num_seqs; mixed steps from `smallest_mixed` to max_num_batched_tokens tokens."""
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, query_tile: int, smallest_mixed: int = 16):
+        self.decode = [Bucket(size, size, 0) for size in _doublings(1, max_num_seqs)]
+        self.mixed = []
+        for num_tokens in _doublings(min(smallest_mixed, max_num_batched_tokens), max_num_batched_tokens):
+            num_seqs = min(max_num_seqs, num_tokens)
+            # Every chunk may end in a tile that is not full.
+            num_tiles = -(-num_tokens // query_tile) + num_seqs
+            self.mixed.append(Bucket(num_tokens, num_seqs, num_tiles))
+
+    def all(self) -> list[Bucket]:
+        return self.decode + self.mixed
+
+    def pick(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket that holds the plan."""
+        if not plan.chunks:
+            return self.for_decode(len(plan.decodes))
+        return self.for_mixed(plan.num_tokens)
+
+    def for_decode(self, num_seqs: int) -> Bucket:
+        return self.decode[bisect_left([bucket.num_tokens for bucket in self.decode], num_seqs)]
+
+    def for_mixed(self, num_tokens: int) -> Bucket:
+        return self.mixed[bisect_left([bucket.num_tokens for bucket in self.mixed], num_tokens)]
+
+
+def _doublings(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... and `last` itself."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]

@@ -1,0 +1,63 @@
+"""The compiled steps, one for each bucket, compiled when first needed or all at once in warm-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jax.stages import Compiled
+
+from jaxserve.runner.buckets import Bucket
+
+logger = logging.getLogger(__name__)
+
+
+class Programs:
+    """Compiles steps in a few threads and keeps them.
+
+    Attributes:
+      num_compiled: programs asked for so far, compiled or being compiled: warm-up raises it, nothing after may.
+    """
+
+    def __init__(self, compile_bucket: Callable[[Bucket], Compiled]):
+        self._compile_bucket = compile_bucket
+        self._programs: dict[Bucket, Future[Compiled]] = {}
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="jaxserve-compile")
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._programs)
+
+    def prefetch(self, buckets: Iterable[Bucket]) -> None:
+        """Starts compiling these in the background."""
+        for bucket in buckets:
+            self._future(bucket)
+
+    def get(self, bucket: Bucket) -> Compiled:
+        """The bucket's program; waits for it if it is not ready."""
+        return self._future(bucket).result()
+
+    def wait(self) -> None:
+        """Waits for all that were asked for."""
+        for future in list(self._programs.values()):
+            future.result()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _future(self, bucket: Bucket) -> Future[Compiled]:
+        with self._lock:
+            if bucket not in self._programs:
+                self._programs[bucket] = self._executor.submit(self._timed_compile, bucket)
+            return self._programs[bucket]
+
+    def _timed_compile(self, bucket: Bucket) -> Compiled:
+        start = time.monotonic()
+        program = self._compile_bucket(bucket)
+        logger.info("compiled %s in %.1f s", bucket, time.monotonic() - start)
+        return program

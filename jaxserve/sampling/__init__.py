@@ -1,0 +1,1 @@
+"""Choosing tokens: `sampler.sample` on the device, `rows` on the host. Importing the package imports no jax."""

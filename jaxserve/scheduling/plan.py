@@ -1,0 +1,51 @@
+"""What one step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.request import Request
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A stretch of one request's known tokens: positions start ... start + num_tokens - 1.
+
+    `samples`: it reaches the last known token, so the step samples the next one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The work of one step, decided before any of it runs.
+
+    Attributes:
+      decodes: requests that compute one token, their newest, and sample the next.
+      positions: per decode, the position of that token.
+      from_device: per decode, whether that token is still only on the device (it is in flight).
+      chunks: stretches of prompts (or of tokens to recompute).
+      preempted: requests whose blocks were taken; they wait again.
+    """
+
+    decodes: list[Request] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    from_device: list[bool] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and not self.chunks
+
+    def rows(self) -> list[Request]:
+        """The requests in the order of the step's sequence rows."""
+        return self.decodes + [chunk.request for chunk in self.chunks]

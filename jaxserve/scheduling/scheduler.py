@@ -1,0 +1,189 @@
+"""Continuous batching: before every step, choose which tokens of which requests are computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.block_pool import BlockPool
+from jaxserve.scheduling.plan import Chunk, StepPlan
+
+
+class Scheduler:
+    """First come, first served, decodes before prefills, prompts cut into chunks that fit the token budget.
+
+    When blocks run out the newest running request is preempted: its blocks are freed and it waits, at the head of the
+    queue, to compute its tokens again. The oldest request therefore always advances.
+
+    Steps are planned ahead: a step is planned while the one before still runs, so a request's newest token may be
+    known only to the device (`Request.num_inflight`). A request that will have reached its length by then is left
+    out; one that turns out to have ended by a stop has computed one token too many, which is dropped. Its blocks can
+    be reused at once all the same: the device runs steps in order, so whatever the dropped token wrote is overwritten
+    before it can be read.
+
+    Attributes:
+      block_tables: int32 [max_num_seqs, M], row = Request.slot: the blocks of each running request, in order.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 max_blocks_per_seq: int):
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pool = BlockPool(num_blocks)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit into the cache when one request has it all."""
+        return (self.pool.num_blocks - 1) * self.block_size
+
+    def requests(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, request: Request) -> None:
+        """Queues a request. The caller has checked that it can fit: max_total_tokens - 1 <= capacity_tokens."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out, wherever it is, and frees what it holds."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step and counts its tokens as computed; the plan must then be run."""
+        plan = StepPlan()
+        self._schedule_decodes(plan)
+        budget = self.max_num_batched_tokens - len(plan.decodes)
+        budget = self._continue_prefills(plan, budget)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def recompute_all(self) -> None:
+        """Preempts everything that runs, because what the cache holds is no longer valid."""
+        for request in reversed(tuple(self.running)):
+            self._preempt(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, slots and tables agree with the requests. For tests and idle loops."""
+        self.pool.check_integrity(request.block_ids for request in self.requests())
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self._free_slots) == list(range(len(self.block_tables))), "slots are lost or doubled"
+        for request in self.running:
+            assert self.block_tables[request.slot, : len(request.block_ids)].tolist() == request.block_ids
+            most = -(-(request.num_tokens + 1) // self.block_size)
+            assert len(request.block_ids) <= most, f"{request.request_id} holds more than {most} blocks"
+        for request in self.waiting:
+            assert not request.block_ids and request.slot is None and request.num_computed_tokens == 0
+
+    def _schedule_decodes(self, plan: StepPlan) -> None:
+        """Every running request whose one uncomputed token is its newest."""
+        decodes, positions, from_device = plan.decodes, plan.positions, plan.from_device
+        block_size = self.block_size
+        for request in tuple(self.running):
+            position = request.num_computed_tokens
+            num_known = request.num_tokens + request.num_inflight
+            if position + 1 != num_known or request.status is not RequestStatus.RUNNING:
+                continue  # still in prefill, or preempted a moment ago
+            if request.num_inflight and (num_known >= request.max_total_tokens or request.needs_host_tokens):
+                continue  # ends with the token in flight, or must see it first
+            if position == len(request.block_ids) * block_size and not self._grow(request, position + 1, plan):
+                continue
+            decodes.append(request)
+            positions.append(position)
+            from_device.append(request.num_inflight > 0)
+            request.num_computed_tokens = position + 1
+            request.num_inflight += 1
+
+    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
+        """Next chunks of prompts begun in earlier steps; returns what is left of the budget."""
+        for request in tuple(self.running):
+            remaining = request.num_tokens - request.num_computed_tokens
+            if budget == 0:
+                break
+            if remaining <= 0 or request.status is not RequestStatus.RUNNING:
+                continue  # decodes, which have computed all they know
+            num_tokens = min(remaining, budget)
+            if self._grow(request, request.num_computed_tokens + num_tokens, plan):
+                self._add_chunk(plan, request, num_tokens)
+                budget -= num_tokens
+        return budget
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Starts waiting requests, in order, while a slot, budget and blocks for the whole prompt are there."""
+        while self.waiting and budget > 0 and self._free_slots:
+            request = self.waiting[0]
+            if request.num_inflight or self._blocks_for(request.num_tokens) > self.pool.num_free:
+                break
+            self.waiting.popleft()
+            request.status = RequestStatus.RUNNING
+            request.slot = self._free_slots.pop()
+            self.running.append(request)
+            num_tokens = min(request.num_tokens, budget)
+            self._grow(request, num_tokens, plan)
+            self._add_chunk(plan, request, num_tokens)
+            budget -= num_tokens
+
+    def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        samples = request.num_computed_tokens == request.num_tokens
+        request.num_inflight += samples
+        plan.chunks.append(Chunk(request, start, num_tokens, samples))
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Gives the request blocks for its first `num_tokens` tokens, preempting newer requests if it must."""
+        held = len(request.block_ids)
+        needed = self._blocks_for(num_tokens) - held
+        while (block_ids := self.pool.allocate(needed)) is None:
+            victim = self._victim(plan)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            plan.preempted.append(victim)
+            if victim is request:
+                return False
+        request.block_ids += block_ids
+        self.block_tables[request.slot, held : held + needed] = block_ids
+        return True
+
+    def _victim(self, plan: StepPlan) -> Request | None:
+        """The newest running request, unless it is part of this very step already."""
+        victim = self.running[-1]
+        planned = any(victim is request for request in plan.rows())
+        return None if planned else victim
+
+    def _preempt(self, victim: Request) -> None:
+        self.running.remove(victim)
+        self._release(victim)
+        victim.status = RequestStatus.WAITING
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _release(self, request: Request) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.slot = None

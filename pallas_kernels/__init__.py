@@ -1,0 +1,6 @@
+"""Attention and cache kernels behind one typed API each; importable without jaxserve."""
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import QUERY_TILE, paged_attention_decode, paged_attention_ragged
+
+__all__ = ["QUERY_TILE", "kv_write", "paged_attention_decode", "paged_attention_ragged"]

@@ -1,0 +1,147 @@
+"""Paged attention: one query token a sequence (decode), or a mix of decodes and prompt chunks (ragged).
+
+The cache is that of PagedAttention (Kwon et al. 2023, arXiv:2309.06180): B blocks of P token slots, a table of block
+ids for each sequence. Token number t of a sequence lies in block block_tables[s, t // P], slot t % P.
+
+Common to both functions:
+- Scores, softmax and sums are float32 whatever the input dtype; the output has q's dtype.
+- score = scale * q.k; with soft_cap c (Gemma 2) it becomes c * tanh(score / c), before the mask.
+- With window w the query at position p sees keys p-w+1 .. p; without, 0 .. p.
+- Slots past a sequence's context and blocks that no table names are never part of a result, whatever they hold (NaN
+  too). Table entries past the context must still be valid block ids (0 will do).
+- scale, window and soft_cap are Python values: each combination is its own program.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose_backend
+from pallas_kernels.paged_attention import reference
+
+QUERY_TILE = reference.QUERY_TILE
+"""Rows of one sequence that a ragged tile covers at most; the host cuts prompt chunks into tiles of this size."""
+
+_DECODE = {"reference": reference.decode}
+_RAGGED = {"reference": reference.ragged}
+
+
+def paged_attention_decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Attention of one query token a sequence, the last of its context.
+
+    Args:
+        q: [S, K, G, H], G query heads for each KV head.
+        k_cache, v_cache: [B, P, K, H], one layer's caches; they hold the query token's own key and value already.
+        block_tables: [S, M] int32 block ids.
+        context_lens: [S] int32 tokens, this step's included, at most M * P; 0 marks a padding row.
+        scale: factor on q.k, usually H ** -0.5.
+        window: sliding window in tokens (>= 1), or None.
+        soft_cap: cap on scores (> 0), or None.
+        backend: "reference", or None for the platform's best.
+
+    Returns:
+        [S, K, G, H] in q's dtype; rows with context 0 are 0.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, window or soft_cap is out of range, or the backend is unknown.
+    """
+    _check_cache(q, k_cache, v_cache)
+    _check_options(window, soft_cap)
+    num_seqs = q.shape[0]
+    _check_tables(block_tables, num_seqs, context_lens=context_lens)
+    decode = choose_backend("paged_attention_decode", backend, _DECODE)
+    return decode(q, k_cache, v_cache, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def paged_attention_ragged(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_starts: jax.Array,
+    query_lens: jax.Array,
+    num_decodes: jax.Array,
+    tile_seq: jax.Array,
+    tile_row: jax.Array,
+    num_tiles: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Causal attention of a mixed step: sequences with one token each first, then chunks of prompts.
+
+    Rows 0 .. num_decodes-1 are decodes: row i is the only token of sequence i. A sequence s from num_decodes on owns
+    rows query_starts[s] .. +query_lens[s]-1; its last row sits at position context_lens[s]-1. The host cuts these rows
+    (not the decodes') into tiles: tile i covers the rows of sequence tile_seq[i] from row tile_row[i] on, at most
+    QUERY_TILE of them, and never past the sequence's last row.
+
+    Args:
+        q: [T, K, G, H].
+        k_cache, v_cache: [B, P, K, H], one layer's caches; they hold this step's keys and values already.
+        block_tables: [S, M] int32 block ids.
+        context_lens: [S] int32 tokens, this step's included; 0 marks an unused sequence row.
+        query_starts, query_lens: [S] int32 rows.
+        num_decodes: [] int32, at most min(S, T).
+        tile_seq, tile_row: [Q] int32; only the first num_tiles are read.
+        num_tiles: [] int32, at most Q.
+        scale, window, soft_cap, backend: as for paged_attention_decode.
+
+    Returns:
+        [T, K, G, H] in q's dtype; rows of no sequence are 0.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, window or soft_cap is out of range, or the backend is unknown.
+    """
+    _check_cache(q, k_cache, v_cache)
+    _check_options(window, soft_cap)
+    _check_tables(
+        block_tables, block_tables.shape[0], context_lens=context_lens, query_starts=query_starts, query_lens=query_lens
+    )
+    _check_int32((), num_decodes=num_decodes, num_tiles=num_tiles)
+    _check_int32(tile_seq.shape[:1], tile_seq=tile_seq, tile_row=tile_row)
+    ragged = choose_backend("paged_attention_ragged", backend, _RAGGED)
+    rows = (context_lens, query_starts, query_lens, num_decodes)
+    tiles = (tile_seq, tile_row, num_tiles)
+    return ragged(q, k_cache, v_cache, block_tables, *rows, *tiles, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def _check_cache(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"q {q.shape}: must be [rows, K, G, H]")
+    num_kv_heads, head_dim = q.shape[1], q.shape[3]
+    if k_cache.ndim != 4 or k_cache.shape[2:] != (num_kv_heads, head_dim):
+        raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {num_kv_heads}, {head_dim}], by q {q.shape}")
+    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
+        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be as k_cache, {k_cache.shape} {k_cache.dtype}")
+
+
+def _check_options(window: int | None, soft_cap: float | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1 token, or None")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None")
+
+
+def _check_tables(block_tables: jax.Array, num_seqs: int, **per_seq: jax.Array) -> None:
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or block_tables.dtype != jnp.int32:
+        raise ValueError(f"block_tables {block_tables.shape} {block_tables.dtype}: must be [{num_seqs}, M] int32")
+    _check_int32((num_seqs,), **per_seq)
+
+
+def _check_int32(shape: tuple[int, ...], **arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        if array.shape != shape or array.dtype != jnp.int32:
+            raise ValueError(f"{name} {array.shape} {array.dtype}: must be {list(shape)} int32")
