@@ -44,8 +44,8 @@ class GGUFSource(TensorSource):
             raise UnsupportedModelError("general.architecture", self._arch,
                                         f"one of {', '.join(_ARCHITECTURES)} (in {path})")
         if metadata.get("split.count", 1) > 1:
-            raise UnsupportedModelError("split.count", int(metadata["split.count"]), f"1: {path} is one part of a split "
-                                        "file; join the parts with llama.cpp's llama-gguf-split --merge")
+            raise UnsupportedModelError("split.count", int(metadata["split.count"]), f"1: {path} is one of several; "
+                                        "join them with llama.cpp's llama-gguf-split --merge")
         self._names = {_hf_name(name): name for name in self._file.entries if name != _ROPE_FACTORS}
         self.hf_config = self._config()
         ends = [int(metadata[key]) for kind in ("eos", "eot", "eom")
@@ -132,6 +132,8 @@ class GGUFSource(TensorSource):
             factors = np.empty(self._file.entries[_ROPE_FACTORS].shape, np.float32)
             self._file.read(_ROPE_FACTORS, factors)
             return llama3_scaling(factors, _shortest(self._key("rope.freq_base", 10000.0)), head_dim)
+        if self._key("rope.scale_linear", 1.0) != 1.0:  # how files of 2023 say it
+            return {"rope_type": "linear", "factor": _shortest(self._key("rope.scale_linear"))}
         kind = self._key("rope.scaling.type", "none")
         if kind == "none":
             return None
@@ -145,8 +147,8 @@ class GGUFSource(TensorSource):
                     scaling[ours] = _shortest(self._key(f"rope.scaling.{theirs}"))
             for name in ("attn_factor", "yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
                 key = f"rope.scaling.{name}"
-                if f"{self._arch}.{key}" in self._file.metadata:
-                    raise UnsupportedModelError(f"{self._arch}.{key}", self._key(key), f"absent (in {self.name})")
+                if self._key(key, 1.0) != 1.0:
+                    raise UnsupportedModelError(f"{self._arch}.{key}", self._key(key), "1.0 or absent")
         return scaling
 
 

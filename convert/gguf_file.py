@@ -168,6 +168,8 @@ class _Cursor:
         except (struct.error, OverflowError):
             raise self._truncated() from None
         except UnicodeDecodeError as error:
+            if end > len(data):
+                raise self._truncated() from None
             raise CheckpointError(f"{self.path}: a metadata string at byte {position} is not UTF-8") from error
         if position > len(data):
             raise self._truncated()

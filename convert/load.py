@@ -95,8 +95,8 @@ def from_named(
     shardings: Mapping[str, jax.sharding.Sharding] | None = None,
 ) -> dict[str, jax.Array]:
     """`load_params` from arrays (numpy or jax) under HF names that are already in memory; they are copied."""
-    return load_params(NamedSource(named, config.hf_config), config, expected, dtype=dtype, put=put, shardings=shardings,
-                       tensor_parallel_size=tensor_parallel_size)
+    return load_params(NamedSource(named, config.hf_config), config, expected, dtype=dtype, put=put,
+                       shardings=shardings, tensor_parallel_size=tensor_parallel_size)
 
 
 class NamedSource(TensorSource):

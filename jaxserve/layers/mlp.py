@@ -12,9 +12,11 @@ from jaxserve.layers.linear import Linear
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202); gate and up are one projection."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, use_bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, use_bias: bool, tensor_parallel_size: int,
+                 dtype: jnp.dtype, rngs: nnx.Rngs):
+        # The sharded axis comes second, so that gate and up of a rank's features meet on that rank.
         self.gate_up = Linear((hidden_size,), (2, intermediate_size), axes=(None, "mlp", "embed"), use_bias=use_bias,
-                              dtype=dtype, rngs=rngs)
+                              keep_axes=tensor_parallel_size > 1, dtype=dtype, rngs=rngs)
         self.down = Linear((intermediate_size,), (hidden_size,), axes=("embed", "mlp"), use_bias=use_bias,
                            dtype=dtype, rngs=rngs)
 

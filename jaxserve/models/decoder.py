@@ -29,7 +29,8 @@ class DecoderLayer(nnx.Module):
         self.input_norm = norm()
         self.attention = Attention(config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, rngs=rngs)
         self.post_attention_norm = norm()
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias,
+                       tensor_parallel_size=tensor_parallel_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, hidden: jax.Array, cos: jax.Array, sin: jax.Array, k_cache: Cache, v_cache: Cache,
                  batch: AttentionBatch, *, window: int | None) -> tuple[jax.Array, Cache, Cache]:

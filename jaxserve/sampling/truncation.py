@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,9 +13,6 @@ from jaxserve.sampling.top import top_k
 
 NUM_CANDIDATES = 64
 """Likeliest tokens that are looked at before the whole vocabulary is searched: nearly always they suffice."""
-
-
-Bounds = tuple[Array, Array, Array, Array]  # of a search: low, high (bits of floats), weights up to each of them
 
 
 def cutoffs(below: Array, inputs: SamplingInputs, active: Array) -> Array:
@@ -52,59 +50,59 @@ def _limit(below: Array, limit: Array, count: Array, by_count: Array, top_p: Arr
     kth = jnp.take_along_axis(nearest, index, axis=-1)[:, 0]
     search = by_count & (count > num_candidates)
     target = count.astype(jnp.float32)
-    kth = _search_where(search, kth, below, jnp.zeros_like(target), target, last, jnp.full_like(target, jnp.inf))
+    kth = _search_where(search, kth, below, jnp.ones_like, target, last, jnp.full_like(target, jnp.inf))
     limit = jnp.where(by_count, jnp.minimum(limit, kth), limit)
 
-    total = jnp.sum(jnp.where(below <= limit[:, None], jnp.exp(-below), 0.0), axis=-1)
+    total = jnp.sum(jnp.where(below <= limit[:, None], _weight(below), 0.0), axis=-1)
     target = top_p * total
-    reached = jnp.cumsum(jnp.exp(-nearest), axis=-1) >= target[:, None]
+    reached = jnp.cumsum(_weight(nearest), axis=-1) >= target[:, None]
     first = jnp.argmax(reached, axis=-1)[:, None]
     nucleus = jnp.take_along_axis(nearest, first, axis=-1)[:, 0]
     search = by_mass & ~reached[:, -1]
     # The V tokens further away than this weigh less than 1 - p of the best one alone.
     far = math.log(size) - jnp.log1p(-top_p) + 1.0
-    nucleus = _search_where(search, nucleus, below, jnp.ones_like(target), target, last, jnp.minimum(far, limit))
+    nucleus = _search_where(search, nucleus, below, _weight, target, last, jnp.minimum(far, limit))
     return jnp.where(by_mass, jnp.minimum(limit, nucleus), limit)
 
 
+def _weight(below: Array) -> Array:
+    return jnp.exp(-below)
+
+
 def _search_where(
-    active: Array, otherwise: Array, below: Array, decay: Array, target: Array, low: Array, high: Array
+    active: Array,
+    otherwise: Array,
+    below: Array,
+    weight: Callable[[Array], Array],
+    target: Array,
+    low: Array,
+    high: Array,
 ) -> Array:
     """[S]: where active, a t between low and high for which the tokens with below <= t are the fewest that weigh
-    `target` or more together; a token weighs exp(-decay * below), so 1 if decay is 0.
+    `target` or more together; `weight(below)` does not increase.
 
     Tokens nearer than `low` weigh less than the target, those up to `high` as much or more. Bisection on the bits:
     non-negative floats are ordered like the integers with the same bits.
     """
 
-    def weight(distance: Array, decay: Array) -> Array:
-        return jnp.exp(jnp.where(decay == 0, 0.0, -distance))
-
-    def is_open(bounds: Bounds) -> Array:
+    def is_open(bounds: Array) -> Array:
         low, high, at_low, at_high = bounds
         # Two tokens between low and high would weigh twice as much as one at high.
-        return (high - low > 1) & (at_high - at_low > 1.5 * weight(_as_float(high), decay))
+        return (_as_bits(high) - _as_bits(low) > 1) & (at_high - at_low > 1.5 * weight(high))
 
-    def halve(bounds: Bounds) -> Bounds:
+    def halve(bounds: Array) -> Array:
         low, high, at_low, at_high = bounds
-        middle = low + (high - low) // 2
-        near = below <= _as_float(middle)[:, None]
-        at_middle = jnp.sum(jnp.where(near, weight(below, decay[:, None]), 0.0), axis=-1)
-        going, enough = is_open(bounds), at_middle >= target
-        up, down = going & ~enough, going & enough
-        return (
-            jnp.where(up, middle, low),
-            jnp.where(down, middle, high),
-            jnp.where(up, at_middle, at_low),
-            jnp.where(down, at_middle, at_high),
-        )
+        middle = _as_float(_as_bits(low) + (_as_bits(high) - _as_bits(low)) // 2)
+        at_middle = jnp.sum(jnp.where(below <= middle[:, None], weight(below), 0.0), axis=-1)
+        nearer, further = jnp.stack([low, middle, at_low, at_middle]), jnp.stack([middle, high, at_middle, at_high])
+        return jnp.where(is_open(bounds), jnp.where(at_middle >= target, nearer, further), bounds)
 
-    def search() -> Array:
-        bounds = _as_bits(low) - 1, jnp.where(active, _as_bits(high), 0)
-        unknown = jnp.full_like(target, jnp.inf)
-        return _as_float(lax.while_loop(lambda b: jnp.any(is_open(b)), halve, (*bounds, -unknown, unknown))[1])
-
-    return jnp.where(active, lax.cond(jnp.any(active), search, lambda: otherwise), otherwise)
+    # Start just below `low`. Where it is 0 the least positive number stands for it at the end.
+    start = _as_float(jnp.maximum(_as_bits(low) - 1, 0))
+    unknown = jnp.full_like(target, jnp.inf)
+    bounds = jnp.stack([start, jnp.where(active, high, 0.0), -unknown, unknown])
+    found = lax.while_loop(lambda bounds: jnp.any(is_open(bounds)), halve, bounds)[1]
+    return jnp.where(active, found, otherwise)
 
 
 def _as_float(bits: Array) -> Array:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidInputError
 
@@ -144,10 +145,8 @@ def _parse_tool_arguments(message: dict[str, Any]) -> None:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
             continue
-        try:
+        with suppress(ValueError):  # a call that a model got wrong is shown to it as it was
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            pass  # a call that a model got wrong: shown to it as it was
 
 
 def _fit_content(message: dict[str, Any], wants_parts: bool, takes_strings: bool) -> None:
@@ -179,9 +178,10 @@ def _cut_at_mark(rendered: str) -> str:
 def _plain_list(value: Any, field: str) -> list[Any] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(_plain(entry, field), dict) for entry in value):
+    plain = _plain(value, field)
+    if not isinstance(plain, list) or not all(isinstance(entry, dict) for entry in plain):
         raise InvalidInputError(field, value, "a list of mappings")
-    return [_plain(entry, f"{field}[{index}]") for index, entry in enumerate(value)]
+    return plain
 
 
 def _plain(value: Any, field: str) -> Any:
@@ -222,7 +222,7 @@ def _environment() -> jinja2.Environment:
     class Generation(ext.Extension):
         """`{% generation %} ... {% endgeneration %}` marks trained text; the body is rendered as it is."""
 
-        tags: ClassVar = {"generation"}
+        tags = frozenset({"generation"})  # type: ignore[assignment]
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -32,10 +32,11 @@ class PieceTable(dict[int, str | None]):
 
     def __init__(self, backend: Backend, skipped: frozenset[int]):
         super().__init__()
-        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
-        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
+        steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self._id_to_token: Callable[[int], str | None] = backend.id_to_token
         self._skipped = skipped
+        self._bytes: dict[int, bytes] = {}
         self.kind, self._replace, self.strips_leading_space = _classify(steps)
         self.has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
 
@@ -64,7 +65,13 @@ class PieceTable(dict[int, str | None]):
             return ""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, of kinds BYTE_LEVEL and BYTE_FALLBACK."""
+        """The bytes that a token stands for, of kinds BYTE_LEVEL and BYTE_FALLBACK; none if left out."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._make_bytes(token_id)
+        return known
+
+    def _make_bytes(self, token_id: int) -> bytes:
         token = self.content(token_id)
         if token_id in self._skipped:
             return b""

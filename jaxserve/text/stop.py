@@ -102,21 +102,27 @@ class StopChecker:
         """Knuth-Morris-Pratt for each stop. Returns (end in `text`, stop) of the match that counts, if any."""
         best: tuple[int, str] | None = None
         for index, (stop, links) in enumerate(self._automata):
-            state = self._states[index]
-            for position, char in enumerate(text):
+            state, position = self._states[index], 0
+            while position < len(text):
+                if not state:  # skip to where the stop may begin
+                    position = text.find(stop[0], position)
+                    if position < 0:
+                        break
+                char = text[position]
+                position += 1
                 while state and stop[state] != char:
                     state = links[state - 1]
                 if stop[state] == char:
                     state += 1
                 if state < len(stop):
                     continue
-                if position >= immune:
-                    if best is None or position + 1 < best[0] or len(stop) > len(best[1]):
-                        best = (position + 1, stop)
-                        text = text[: position + 1]
+                if position > immune:
+                    if best is None or position < best[0] or len(stop) > len(best[1]):
+                        best, text = (position, stop), text[:position]
+                    state = 0
                     break
                 state = links[state - 1]
-            self._states[index] = min(state, len(stop) - 1)
+            self._states[index] = state
         return best
 
 

@@ -115,7 +115,8 @@ class Tokenizer:
         self.backend.save(str(folder / "tokenizer.json"))
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         for name, template in self.chat.templates.items():
-            target = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+            file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            target = folder / file
             target.parent.mkdir(exist_ok=True)
             target.write_text(template, encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False)

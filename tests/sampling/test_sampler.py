@@ -44,20 +44,20 @@ def test_draws_follow_the_softmax(seed):
 
 
 def test_draws_over_seeds_follow_the_softmax_of_temperature_and_limits():
-    logits = np.array([2.0, 1.5, 1.0, 0.0, -1.0, 1.2])
+    logits = np.array([2.0, 1.5, 1.0, 0.0, -1.0, 1.2, -np.inf, -np.inf])
     inputs = make_inputs(20000, seed=np.arange(20000), position=3, temperature=0.7, top_k=5, top_p=0.95)
     probs = np.exp(logits / 0.7)
     probs[3:5] = 0  # the least likely one by top-k, the next by top-p
-    counts = np.bincount(choose(logits, inputs), minlength=6)
-    assert (counts[3:5] == 0).all()
+    counts = np.bincount(choose(logits, inputs), minlength=8)
+    assert (counts[probs == 0] == 0).all()
     live = probs > 0
     assert stats.chisquare(counts[live], probs[live] / probs.sum() * 20000).pvalue > 1e-3
 
 
 def test_uniform_draws_over_a_large_vocabulary():
-    tokens = draw_many(np.zeros(4096), 8192, seed=5)
-    assert stats.chisquare(np.bincount(tokens, minlength=4096).reshape(64, 64).sum(1)).pvalue > 1e-3
-    assert stats.chisquare(np.bincount(tokens, minlength=4096).reshape(64, 64).sum(0)).pvalue > 1e-3
+    tokens = draw_many(np.zeros(1024), 4096, seed=5)
+    assert stats.chisquare(np.bincount(tokens, minlength=1024).reshape(32, 32).sum(1)).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(tokens, minlength=1024).reshape(32, 32).sum(0)).pvalue > 1e-3
 
 
 def test_exponential_variables_are_exponential():
@@ -76,10 +76,11 @@ def test_keys_are_jax_keys():
 
 def test_seeded_request_is_independent_of_the_batch():
     """H04."""
-    num_steps, vocab_size = 16, 12000
+    num_steps, vocab_size = 16, 9000
     rng = np.random.default_rng(1)
     logits_a = rng.normal(size=(num_steps, vocab_size)).astype(np.float32) * 2
     limits = {"temperature": 0.8, "top_p": 0.9}
+    state = init_state(8, vocab_size)
 
     def tokens_of_a(num_rows: int, row: int, slot: int, others: dict) -> list[int]:
         tokens = []
@@ -93,23 +94,23 @@ def test_seeded_request_is_independent_of_the_batch():
                 column[row] = value
             for name in set(columns) - set(mine):
                 columns[name][row] = 0
-            tokens.append(int(choose(logits, make_inputs(num_rows, **columns), init_state(40, vocab_size))[row]))
+            tokens.append(int(choose(logits, make_inputs(num_rows, **columns), state)[row]))
         return tokens
 
     alone = tokens_of_a(1, 0, 0, {})
     assert len(set(alone)) > 8
     flat_neighbour = {"temperature": 3.0, "top_p": 0.99}
     for num_rows, row, slot, others in [
-        (2, 0, 5, {"temperature": 0.0}), (2, 1, 0, flat_neighbour), (32, 13, 39, flat_neighbour),
-        (32, 31, 7, {"temperature": 1.0, "top_k": 500}), (8, 2, 3, {"uses_row": 1, "temperature": 1.0}),
+        (2, 0, 5, {"temperature": 0.0}), (2, 1, 0, flat_neighbour), (8, 5, 7, flat_neighbour),
+        (8, 7, 7, {"temperature": 1.0, "top_k": 500}), (8, 2, 3, {"uses_row": 1, "temperature": 1.0}),
     ]:  # fmt: skip
         assert tokens_of_a(num_rows, row, slot, others) == alone
 
 
 def test_rounding_rarely_changes_a_draw():
-    logits = np.random.default_rng(0).normal(size=(4000, 1000)).astype(np.float32)
+    logits = np.random.default_rng(0).normal(size=(2000, 500)).astype(np.float32)
     noisy = logits + np.random.default_rng(1).uniform(-1e-5, 1e-5, logits.shape).astype(np.float32)
-    inputs = make_inputs(4000, position=np.arange(4000), temperature=1.0, top_p=0.95)
+    inputs = make_inputs(2000, position=np.arange(2000), temperature=1.0, top_p=0.95)
     assert (choose(logits, inputs) != choose(noisy, inputs)).sum() <= 2
 
 
@@ -128,22 +129,22 @@ def test_tiny_temperatures_are_greedy(dtype, limits):
 
 
 def test_greedy_rows_in_a_mixed_batch():
-    logits = np.random.default_rng(0).integers(0, 5, (6, 300)).astype(np.float32)  # ties: the first one wins
-    inputs = make_inputs(6, temperature=[0, 1, 0, 2, 1e-6, 0], top_k=[5, 5, 0, 0, 3, 0], slot=1)
+    logits = np.random.default_rng(0).integers(0, 5, (8, 9000)).astype(np.float32)  # ties: the first one wins
+    inputs = make_inputs(8, temperature=[0, 1, 0, 2, 1e-6, 0, 1, 1], top_k=[5, 5, 0, 0, 3, 0, 1, 0], slot=1)
     np.testing.assert_array_equal(choose(logits, inputs)[[0, 2, 4, 5]], logits.argmax(-1)[[0, 2, 4, 5]])
 
 
 def test_top_k_1_is_greedy():
-    logits = np.random.default_rng(0).normal(size=(16, 2000)).astype(np.float32)
-    tokens = choose(logits, make_inputs(16, temperature=5.0, top_k=1, position=range(16)))
+    logits = np.random.default_rng(0).normal(size=(8, 9000)).astype(np.float32)
+    tokens = choose(logits, make_inputs(8, temperature=5.0, top_k=1, position=range(8)))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_hopeless_logits_give_a_token_of_the_vocabulary(poison, temperature):
-    tokens = choose(np.full((2, 100), poison), make_inputs(2, temperature=temperature, top_p=0.9))
-    assert ((tokens >= 0) & (tokens < 100)).all()
+    tokens = choose(np.full((8, 9000), poison), make_inputs(8, temperature=temperature, top_p=0.9))
+    assert ((tokens >= 0) & (tokens < 9000)).all()
 
 
 def test_one_program_for_every_mixture():

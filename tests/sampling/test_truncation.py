@@ -51,13 +51,12 @@ def test_keeps_what_transformers_keeps(limits, vocab_size, scale):
 
 
 def test_rows_have_their_own_limits():
-    logits = np.random.default_rng(0).normal(size=(6, 9000)).astype(np.float32)
-    limits = [{}, {"top_k": 3}, {"top_k": 900}, {"top_p": 0.2}, {"top_p": 0.95}, {"top_k": 100, "min_p": 0.3}]
+    logits = np.random.default_rng(0).normal(size=(4, 20011)).astype(np.float32)
+    limits = [{"top_k": 3}, {"top_k": 900}, {"top_p": 0.95}, {"top_k": 100, "min_p": 0.3}]
     columns = {n: [row.get(n, d) for row in limits] for n, d in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
     together = kept(logits, **columns)
     for i, row in enumerate(limits):
         np.testing.assert_array_equal(together[i], reference(logits[i : i + 1], **row)[0])
-        np.testing.assert_array_equal(together[i], kept(logits[i : i + 1], **row)[0])
 
 
 def test_ties_at_the_limit_are_kept():
@@ -74,7 +73,7 @@ def test_top_p_keeps_at_least_one():
 
 
 def test_forbidden_tokens_are_never_kept_unless_nothing_else_limits():
-    logits = np.full((1, 9000), -np.inf, np.float32)
+    logits = np.full((1, 10000), -np.inf, np.float32)
     logits[0, :3] = 1.0, 0.5, 0.2
     assert kept(logits, top_p=0.999)[0].nonzero()[0].tolist() == [0, 1, 2]
     assert kept(logits, top_k=2)[0].nonzero()[0].tolist() == [0, 1]

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from jaxserve.errors import InvalidInputError
 from jaxserve.text import ChatTemplate, Tokenizer
 
-CHATML = """{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
+CHATML = """{% if messages[0]['role'] != 'system' %}
+{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
 {%- endfor %}
@@ -30,7 +31,8 @@ LLAMA3 = """{{- bos_token }}
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
 {%- if tools is not none %}
     {%- for t in tools %}
         {{- t | tojson(indent=4) }}
@@ -47,7 +49,8 @@ LLAMA3 = """{{- bos_token }}
         {{- tool_call.arguments | tojson }}
         {{- "}<|eot_id|>" }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -121,8 +124,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Mét
 SYSTEM = {"role": "system", "content": " Be brief. "}
 USER = {"role": "user", "content": "Hi <there> & 日本 "}
 ANSWER = {"role": "assistant", "content": "  Hello! "}
-CALL = {"role": "assistant", "content": None, "tool_calls": [
-    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": [1, None]}}}]}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": {
+    "name": "weather", "arguments": {"city": "Zürich", "n": [1, None]}}}]}
 RESULT = {"role": "tool", "content": "{\"t\": 3}", "tool_call_id": "call_1"}
 THOUGHT = {"role": "assistant", "content": "Yes", "reasoning": "\nhm\n"}
 
@@ -227,7 +230,8 @@ def test_malformed_messages(messages: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize("expression", [
-    "''.__class__.__mro__", "messages.append(1)", "messages[0].update(role='system')", "raise_exception.__globals__.keys()",
+    "''.__class__.__mro__", "messages.append(1)", "messages[0].update(role='system')",
+    "raise_exception.__globals__.keys()",
 ])
 def test_sandbox(expression: str) -> None:
     with pytest.raises(InvalidInputError):
@@ -239,7 +243,7 @@ def test_h12_one_bos_if_the_template_writes_it(byte_level: Tokenizer) -> None:
 
     with_bos, without_bos = "{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"
     backend = copy.deepcopy(byte_level.backend)
-    bos = backend.token_to_id("<|bos|>")
+    bos = backend.get_vocab()["<|bos|>"]
     backend.post_processor = processors.TemplateProcessing(single=["<|bos|>", "$A"], special_tokens=[("<|bos|>", bos)])
     for template, count in ((with_bos, 1), (without_bos, 0)):
         tokenizer = Tokenizer(backend, SPECIAL, template)

@@ -1,0 +1,214 @@
+"""The asynchronous face: the engine runs in a thread of its own, callers await their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jaxserve.engine.build import Serving, build
+from jaxserve.engine.inputs import Prompt
+from jaxserve.errors import EngineDeadError, InvalidInputError
+from jaxserve.request import RequestOutput, RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """Many requests at once, each an async iterator of outputs. Arguments as for `LLM`.
+
+    The engine's thread only ever runs what is put into its queue of commands, and steps while there is work. Usable
+    from several event loops.
+    """
+
+    def __init__(self, model: str | None = None, *, tokenizer: str | None = None, skip_tokenizer_init: bool = False,
+                 **options: Any):
+        self._serving: Serving = build(model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, **options)
+        self._engine = self._serving.engine
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._dead: EngineDeadError | None = None
+        self._num_requests = 0
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str | None = None, *, priority: int = 0,
+                       chat_options: Mapping[str, Any] | None = None) -> AsyncIterator[RequestOutput]:
+        """Completes one prompt; yields as tokens come, in the form of `sampling_params.output_kind`.
+
+        Leaving the loop early (break, cancellation) aborts the request.
+
+        Args:
+          prompt: a text, token ids or chat messages.
+          request_id: of the caller's choice; must not be in use.
+          chat_options: for the chat template.
+
+        Raises:
+          InvalidInputError: at the first step of the iteration, before anything is queued.
+          EngineDeadError: the engine has failed.
+        """
+        if request_id is None:
+            self._num_requests += 1
+            request_id = f"request-{self._num_requests}"
+        if request_id in self._mailboxes:
+            raise InvalidInputError("request_id", request_id, "an id that is not in use")
+        params = self._serving.default_sampling if sampling_params is None else sampling_params
+        group, requests = self._serving.inputs.make(request_id, prompt, params, priority=priority,
+                                                    chat_options=chat_options)
+        mailbox = self._mailboxes[request_id] = _Mailbox(params.output_kind)
+        finished = False
+        try:
+            self._submit(lambda: self._engine.add(group, requests))
+            while not finished:
+                for output in await mailbox.take():
+                    finished = output.finished
+                    yield output
+        finally:
+            del self._mailboxes[request_id]
+            if not finished:
+                with contextlib.suppress(EngineDeadError):
+                    self._submit(lambda: self._engine.abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its iterator yields once more, with finish_reason "abort". Unknown ids are ignored."""
+        def command() -> None:
+            output = self._engine.abort(request_id)
+            if output is not None:
+                self._deliver([output])
+
+        await asyncio.wrap_future(self._submit(command))
+
+    async def update_weights(self, params: Any) -> None:
+        """See `LLM.update_weights`; running requests go on with the new weights."""
+        await asyncio.wrap_future(self._submit(lambda: self._serving.update_weights(params)))
+
+    async def warmup(self) -> float:
+        """Compiles every program; returns the seconds it took."""
+        return await asyncio.wrap_future(self._submit(self._engine.runner.warm_up))
+
+    def get_tokenizer(self) -> Any:
+        return self._serving.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self._serving.default_sampling
+
+    @property
+    def is_running(self) -> bool:
+        return self._dead is None and not self._stopping
+
+    def shutdown(self) -> None:
+        """Aborts what runs and ends the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        """Has the engine's thread run something between two steps."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._dead is not None:
+                raise self._dead
+            self._commands.append((function, future))
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        failure: BaseException | None = None
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                if self._engine.has_unfinished:
+                    self._deliver(self._engine.step())
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            failure = error
+        self._die(failure)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            function, future = self._commands.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:  # the caller's, not the engine's
+                future.set_exception(error)
+
+    def _die(self, failure: BaseException | None) -> None:
+        """Tells everybody who waits, and whoever comes later."""
+        dead = EngineDeadError("the engine was shut down" if failure is None else
+                               f"the engine has stopped after an error: {failure!r}")
+        dead.__cause__ = failure
+        with self._wake:
+            self._dead = dead
+        for _, future in self._commands:
+            future.set_exception(dead)
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.fail(dead)
+        self._engine.close()
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._stopping or self._commands or self._engine.has_unfinished):
+                self._wake.wait()
+            return not self._stopping
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                mailbox.put(output)
+
+
+class _Mailbox:
+    """Outputs of one request on their way from the engine's thread to the event loop of its reader."""
+
+    def __init__(self, kind: RequestOutputKind):
+        self._replaces = kind is RequestOutputKind.CUMULATIVE
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
+        self._outputs: list[RequestOutput] = []
+        self._error: Exception | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Called by the engine's thread."""
+        with self._lock:
+            waiting = self._outputs
+            # A slow reader of cumulative outputs only needs the newest of each completion.
+            if self._replaces and waiting and [c.index for c in waiting[-1].outputs] == [c.index for c in output.outputs]:
+                waiting[-1] = output
+                return
+            waiting.append(output)
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """Called by the engine's thread."""
+        self._error = error
+        self._notify()
+
+    async def take(self) -> list[RequestOutput]:
+        """Waits for outputs; raises the engine's error once all outputs before it are taken."""
+        while True:
+            with self._lock:
+                outputs, self._outputs = self._outputs, []
+                self._ready.clear()
+            if outputs:
+                return outputs
+            if self._error is not None:
+                raise self._error
+            await self._ready.wait()
+
+    def _notify(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ready.set)
