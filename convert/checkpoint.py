@@ -20,7 +20,7 @@ import ml_dtypes  # noqa: F401  numpy then knows bfloat16 by name
 import numpy as np
 
 from convert.load import ParamSpec, Put, aligned_empty, default_put, load_params, report
-from convert.rules import kv_repeats
+from convert.rules import kv_repeats, repeat_kv
 from convert.source import MARKER, Source, TensorSource, TokenizerData, open_source, read_json
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError, InvalidInputError
@@ -68,7 +68,9 @@ class ConvertedSource(Source):
         import orbax.checkpoint as ocp  # here: it costs start-up time
 
         repeats = kv_repeats(config, tensor_parallel_size)
-        via_host = {path for path in expected if put or not shardings or (repeats > 1 and ".qkv." in path)}
+        stored = {path: _stored_shape(path, tuple(spec.shape), repeats) for path, spec in expected.items()}
+        via_host = {path for path, spec in expected.items()
+                    if put or not shardings or stored[path] != tuple(spec.shape)}
         restore_args = {}
         for path, spec in expected.items():
             wanted = dtype or spec.dtype
@@ -76,27 +78,27 @@ class ConvertedSource(Source):
                 ocp.RestoreArgs(restore_type=np.ndarray, dtype=wanted) if path in via_host else
                 ocp.ArrayRestoreArgs(dtype=wanted, sharding=shardings[path], global_shape=spec.shape))  # type: ignore[index]
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            self._check(self._stored_shapes(checkpointer), expected, repeats)
+            found = self._shapes_found(checkpointer)
+            report(self.name, stored, found, [path for path in found if path not in stored])
             args = ocp.args.PyTreeRestore(item=_nest(dict.fromkeys(expected, 0)), restore_args=_nest(restore_args))
             try:
                 params = _flatten(checkpointer.restore(self._folder.absolute() / _PARAMS, args=args))
             except Exception as error:  # Orbax and TensorStore raise many kinds
                 raise CheckpointError(f"{self._folder / _PARAMS}: cannot be restored: {error}") from error
         put = put or default_put(shardings)
-        return {path: put(path, _for_ranks(path, params.pop(path), repeats)) if path in via_host else params.pop(path)
-                for path in expected}
+        for path in via_host:  # one after another, so that each is dropped once it is on the device
+            params[path] = put(path, _for_ranks(path, params[path], tuple(expected[path].shape), repeats))
+        return {path: params[path] for path in expected}
 
-    def _stored_shapes(self, checkpointer: Any) -> dict[str, tuple[int, ...]]:
+    def _shapes_found(self, checkpointer: Any) -> dict[str, tuple[int, ...]]:
         folder = self._folder.absolute() / _PARAMS
         try:
-            tree = checkpointer.metadata(folder).item_metadata.tree
+            found = checkpointer.metadata(folder).item_metadata
         except Exception as error:
             raise CheckpointError(f"{folder}: not a readable Orbax checkpoint: {error}") from error
-        return {path: tuple(array.shape) for path, array in _flatten(tree).items()}
-
-    def _check(self, found: dict[str, tuple[int, ...]], expected: Mapping[str, ParamSpec], repeats: int) -> None:
-        wanted = {path: _stored_shape(path, tuple(spec.shape), repeats) for path, spec in expected.items()}
-        report(self.name, wanted, found, [path for path in found if path not in wanted])
+        if found is None:
+            raise CheckpointError(f"{folder}: not a readable Orbax checkpoint: its list of arrays is missing or broken")
+        return {path: tuple(array.shape) for path, array in _flatten(found.tree).items()}
 
 
 def convert_checkpoint(src: str | os.PathLike[str], dst: str | os.PathLike[str], dtype: str | None = None) -> None:
@@ -157,22 +159,22 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _stored_shape(path: str, shape: tuple[int, ...], repeats: int) -> tuple[int, ...]:
-    """The one-rank shape of a parameter: qkv [K', G'+2, H, ...] is stored as [K, G+2, H, ...]."""
-    if repeats == 1 or ".qkv." not in path:
-        return shape
-    return shape[0] // repeats, (shape[1] - 2) * repeats + 2, *shape[2:]
+    """The one-rank shape of a parameter that ranks hold with each KV head `repeats` times."""
+    if ".attention.qkv." in path:  # [K', G'+2, H, ...]
+        return shape[0] // repeats, (shape[1] - 2) * repeats + 2, *shape[2:]
+    if path.endswith(".attention.out.weight"):  # [D, K', G', H]
+        return shape[0], shape[1] // repeats, shape[2] * repeats, shape[3]
+    return shape
 
 
-def _for_ranks(path: str, stored: np.ndarray, repeats: int) -> np.ndarray:
-    """A parameter as so many ranks want it: query heads split over the copies of their KV head."""
-    if repeats == 1 or ".qkv." not in path:
-        return stored
-    num_kv, rows, *rest = stored.shape
-    groups = (rows - 2) // repeats
-    host = aligned_empty((num_kv * repeats, groups + 2, *rest), stored.dtype)
-    host[:, :-2] = stored[:, :-2].reshape(num_kv * repeats, groups, *rest)
-    for copy in range(repeats):
-        host[copy::repeats, -2:] = stored[:, -2:]
+def _for_ranks(path: str, stored: np.ndarray, shape: tuple[int, ...], repeats: int) -> np.ndarray:
+    """The inverse: query heads are shared out over the copies of their KV head."""
+    if repeats == 1 or ".attention.qkv." not in path:
+        return stored.reshape(shape)
+    host = aligned_empty(shape, stored.dtype)
+    host[:, :-2] = stored[:, :-2].reshape(shape[0], shape[1] - 2, *shape[2:])
+    host[::repeats, -2:] = stored[:, -2:]
+    repeat_kv(host, repeats)
     return host
 
 

@@ -160,15 +160,15 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str
     Raises:
       UnsupportedModelError: the factors are of another kind.
     """
-    factor = float(factors.max())
-    if factor == 1.0 and float(factors.min()) == 1.0:
+    factor = round(float(factors.max()), 4)
+    if factors.max() == factors.min() == 1.0:
         return None
     low, high = 1.0, 4.0
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     for original in (8192, *(2**power for power in range(9, 22))):
         smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
         if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-            return {"rope_type": "llama3", "factor": _shortest(factor), "low_freq_factor": low,
+            return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low,
                     "high_freq_factor": high, "original_max_position_embeddings": original}
     raise UnsupportedModelError(_ROPE_FACTORS, factors.tolist(), "Llama 3's frequency factors")
 

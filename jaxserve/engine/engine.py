@@ -46,7 +46,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._groups) or self._ahead is not None
+        return bool(self._groups or self._undelivered) or self._ahead is not None
 
     def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
         """Queues the completions of one caller's request."""
@@ -82,15 +82,19 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         return outputs if dispatched is None else outputs + self._read(dispatched)
 
+    def drain(self) -> None:
+        """Reads the step that is on its way, if any; the next `step` returns what came of it."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            self._undelivered += self._read(ahead)
+
     def close(self) -> None:
         self.runner.close()
 
     def update_weights(self, params: Mapping[str, jax.Array]) -> None:
         """Continues with other weights. What the cache holds was computed with the old ones, so running requests
         compute their tokens again."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            self._undelivered += self._read(ahead)
+        self.drain()
         self.scheduler.recompute_all()
         self.runner.set_params(params)
 

@@ -103,6 +103,8 @@ class Completion:
         else:
             tail = self.detokenizer.finish()
             self.text += self.stops.finish(tail) if self.stops is not None else tail
+            if self.stops is not None and self.stops.matched is not None:  # perhaps only by the tail
+                self.finish_reason, self.stop_reason = "stop", self.stops.matched
 
     def _stop_at(self, token_id: int) -> None:
         """The last token is an end token: part of the token ids, but not of the text unless asked for."""

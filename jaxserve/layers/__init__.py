@@ -1,1 +1,1 @@
-"""The decoder's building blocks as flax.nnx modules; shapes, dtypes and logical axes are declared where a Param is made."""
+"""Building blocks of the decoder (flax.nnx); each Param declares shape, dtype and logical axes where it is made."""

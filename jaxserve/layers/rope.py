@@ -74,7 +74,9 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _powers(theta: float, head_dim: int) -> np.ndarray:
-    return np.power(_f32(theta), np.arange(0, head_dim, 2, dtype=np.float32) / _f32(head_dim))
+    # The exponents are rounded to float32, as torch's are; its powers are then right to the last bit, numpy's are not.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / _f32(head_dim)
+    return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
 
 
 def _plain(theta: float, head_dim: int) -> np.ndarray:
@@ -93,9 +95,9 @@ def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     assert rope.original_max_position is not None
     trained = rope.original_max_position
     plain = _plain(rope.theta, head_dim)
-    wavelength = _f32(2 * math.pi) / plain
-    weight = (_f32(trained) / wavelength - _f32(rope.low_freq_factor)) / _f32(rope.high_freq_factor
-                                                                              - rope.low_freq_factor)
+    wavelength = 1 / plain * _f32(2 * math.pi)  # torch divides a number by a tensor in these two roundings
+    turns = 1 / wavelength * _f32(trained)
+    weight = (turns - _f32(rope.low_freq_factor)) / _f32(rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - weight) * plain / _f32(rope.factor) + weight * plain
     too_long = wavelength > trained / rope.low_freq_factor
     too_short = wavelength < trained / rope.high_freq_factor

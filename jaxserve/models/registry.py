@@ -117,11 +117,13 @@ def _rope_config(hf: dict[str, Any]) -> tuple[RopeConfig, int]:
         return RopeConfig(theta=theta), max_position
     trained = max_position
     if kind in ("llama3", "yarn"):
-        trained = hf.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or trained
+        field = "original_max_position_embeddings"
+        trained = hf.get(field) or params.get(field) or max_position
     factor = params.get("factor") or (max_position / trained if kind == "yarn" else None)
     if factor is None:
         raise InvalidInputError("factor", factor, f"rope_type {name} needs one")
-    rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=trained, **_rope_extras(kind, params))
+    rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=trained,
+                      **_rope_extras(kind, params))
     return rope, max(max_position, int(trained * factor)) if kind == "yarn" else max_position
 
 

@@ -50,10 +50,11 @@ class BatchAssembler:
     def assemble(self, plan: StepPlan, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
         """The packed int32 and float32 buffers. Fresh ones each time: the last step may still be reading its own."""
         ints, floats, views = self.layout(bucket).host_buffers()
+        if not bucket.is_decode:
+            views["row_seq"][:] = bucket.num_seqs  # until a sequence claims the row
         self._fill_sequences(plan, views)
         self._fill_decodes(plan, views)
         if not bucket.is_decode:
-            views["row_seq"][:] = bucket.num_seqs
             self._fill_chunks(plan, views)
         return ints, floats
 

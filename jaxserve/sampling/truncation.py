@@ -56,8 +56,7 @@ def _limit(below: Array, limit: Array, count: Array, by_count: Array, top_p: Arr
     total = jnp.sum(jnp.where(below <= limit[:, None], _weight(below), 0.0), axis=-1)
     target = top_p * total
     reached = jnp.cumsum(_weight(nearest), axis=-1) >= target[:, None]
-    first = jnp.argmax(reached, axis=-1)[:, None]
-    nucleus = jnp.take_along_axis(nearest, first, axis=-1)[:, 0]
+    nucleus = jnp.min(jnp.where(reached, nearest, jnp.inf), axis=-1)
     search = by_mass & ~reached[:, -1]
     # The V tokens further away than this weigh less than 1 - p of the best one alone.
     far = math.log(size) - jnp.log1p(-top_p) + 1.0

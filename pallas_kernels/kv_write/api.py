@@ -40,7 +40,7 @@ def kv_write(
     if k_cache.ndim != 4 or k_cache.shape[2:] != k.shape[1:]:
         raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {k.shape[1]}, {k.shape[2]}]")
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be as k_cache, {k_cache.shape} {k_cache.dtype}")
+        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be {k_cache.shape} {k_cache.dtype}")
     if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
         raise ValueError(f"slot_mapping {slot_mapping.shape} {slot_mapping.dtype}: must be [{k.shape[0]}] int32")
     return choose_backend("kv_write", backend, _WRITE)(k, v, k_cache, v_cache, slot_mapping)

@@ -125,7 +125,7 @@ def _check_cache(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> None:
     if k_cache.ndim != 4 or k_cache.shape[2:] != (num_kv_heads, head_dim):
         raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {num_kv_heads}, {head_dim}], by q {q.shape}")
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be as k_cache, {k_cache.shape} {k_cache.dtype}")
+        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be {k_cache.shape} {k_cache.dtype}")
 
 
 def _check_options(window: int | None, soft_cap: float | None) -> None:

@@ -1,72 +1,196 @@
-"""Paged attention in plain jax.numpy: the CPU path, and what the kernels are checked against."""
+"""Paged attention in plain jax.numpy: the CPU path, and what the kernels are checked against.
+
+Cost follows the live tokens, never the width of the block table: loops end where the longest context of their group
+ends. What the shapes of these loops owe to XLA:CPU (measured, JAX 0.10):
+
+- Reading the cache is the cost of decode, and it is bound by memory latency. Rows are gathered slot by slot across the
+  blocks of a step (slot 0 of every block, slot 1 of every block, ...): several blocks are in flight at once, which is
+  about 15 % faster than block after block. Softmax does not mind the order of keys.
+- A dot per KV head would need keys with the head axis in front, and that transposed gather costs more than the dot. So
+  decode multiplies whole [K * H] rows with block-diagonal queries: K times the arithmetic, no transpose.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 QUERY_TILE = 64
-_MASKED = -1e30
+_GROUP = 2  # sequences per decode loop
+_DECODE_KEYS = 128  # tokens of each sequence per step of that loop
+_TILE_KEYS = 128  # tokens per step of a query tile's loop
+_MASKED = -1e30  # finite: a step that is masked as a whole must not make NaN; a later real score scales it away
 
 
-def _attend(q, first, last, tables, k_cache, v_cache, *, scale, soft_cap):
-    """q [S,R,K,G,H]; row sees keys first..last (inclusive, [S,R]); online softmax over block columns."""
-    num_seqs, rows, num_kv, group, width = q.shape
-    block_size = k_cache.shape[1]
-    q = q.astype(jnp.float32) * scale
+def decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See api.paged_attention_decode. Sequences run in groups of similar length, longest first."""
+    num_seqs, num_kv_heads, group_heads, head_dim = q.shape
+    group = min(_GROUP, num_seqs)
+    num_padding = -num_seqs % group
+    order = jnp.argsort(-jnp.pad(context_lens, (0, num_padding)))
+    lens = jnp.pad(context_lens, (0, num_padding))[order]
+    tables = jnp.pad(block_tables, ((0, num_padding), (0, 0)))[order]
+    # [S, K, G, H] -> block-diagonal [S, K * G, K * H]: each query is zero outside its own KV head's columns.
+    own_head = jnp.eye(num_kv_heads, dtype=jnp.float32)[:, None, :, None]
+    rows = jnp.pad(q, ((0, num_padding), (0, 0), (0, 0), (0, 0)))[order].astype(jnp.float32) * scale
+    rows = (rows[:, :, :, None] * own_head).reshape(len(order), num_kv_heads * group_heads, num_kv_heads * head_dim)
 
-    def step(column, state):
-        high, total, acc = state
-        blocks = tables[:, column]
-        key = k_cache[blocks].astype(jnp.float32)
-        score = jnp.einsum("srkgh,spkh->srkgp", q, key)
-        if soft_cap is not None:
-            score = soft_cap * jnp.tanh(score / soft_cap)
-        position = column * block_size + jnp.arange(block_size)
-        live = (position >= first[..., None]) & (position <= last[..., None])
-        score = jnp.where(live[:, :, None, None], score, _MASKED)
-        value = jnp.where(live.any(1)[:, :, None, None], v_cache[blocks].astype(jnp.float32), 0.0)
-        new_high = jnp.maximum(high, score.max(-1))
-        weight = jnp.where(live[:, :, None, None], jnp.exp(score - new_high[..., None]), 0.0)
-        shrink = jnp.exp(high - new_high)
-        acc = acc * shrink[..., None] + jnp.einsum("srkgp,spkh->srkgh", weight, value)
-        return new_high, total * shrink + weight.sum(-1), acc
+    caches = (k_cache, v_cache)
 
-    shape = (num_seqs, rows, num_kv, group)
-    state = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    start = jnp.maximum(first.min(), 0) // block_size
-    stop = (last.max() + block_size) // block_size
-    _, total, acc = jax.lax.fori_loop(start, stop, step, state)
-    return acc / jnp.maximum(total, 1e-30)[..., None]
+    def attend_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        start = index * group
+        query = jax.lax.dynamic_slice_in_dim(rows, start, group)
+        table = jax.lax.dynamic_slice_in_dim(tables, start, group)
+        last = jax.lax.dynamic_slice_in_dim(lens, start, group)[:, None] - 1
+        first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
 
+        def scores_of(keys: jax.Array) -> jax.Array:
+            return jnp.einsum("snd,scd->snc", query, keys)[:, :, None]
 
-def decode(q, k_cache, v_cache, block_tables, context_lens, *, scale, window, soft_cap):
-    """See api.paged_attention_decode."""
-    last = context_lens[:, None] - 1
-    first = jnp.zeros_like(last) if window is None else last - window + 1
-    out = _attend(q[:, None], first, last, block_tables, k_cache, v_cache, scale=scale, soft_cap=soft_cap)
-    return out[:, 0].astype(q.dtype)
+        def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
+            return jnp.einsum("snc,scd->snd", weights[:, :, 0], values)[:, :, None]
+
+        shape = (*query.shape[:2], 1, query.shape[2])
+        mixed = _online_softmax(scores_of, mix, shape, first, last, table, caches, _DECODE_KEYS, soft_cap)
+        mixed = mixed.reshape(group, num_kv_heads, group_heads, num_kv_heads, head_dim)
+        mixed = jnp.where(last[:, :, None, None] >= 0, (mixed * own_head).sum(3), 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, mixed.astype(q.dtype), start, 0)
+
+    num_live_groups = ((context_lens > 0).sum(dtype=jnp.int32) + group - 1) // group
+    out = jnp.zeros((len(order), *q.shape[1:]), q.dtype)
+    out = jax.lax.fori_loop(0, num_live_groups, attend_group, out)
+    return out[jnp.argsort(order)[:num_seqs]]
 
 
-def ragged(q, k_cache, v_cache, block_tables, context_lens, query_starts, query_lens, num_decodes, tile_seq, tile_row,
-           num_tiles, *, scale, window, soft_cap):
-    """See api.paged_attention_ragged."""
-    num_rows = q.shape[0]
-    options = {"scale": scale, "soft_cap": soft_cap}
-    few = min(num_rows, block_tables.shape[0])
-    lens = jnp.where(jnp.arange(few) < num_decodes, context_lens[:few], 0)
-    decoded = decode(q[:few], k_cache, v_cache, block_tables[:few], lens, window=window, **options)
+def ragged(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_starts: jax.Array,
+    query_lens: jax.Array,
+    num_decodes: jax.Array,
+    tile_seq: jax.Array,
+    tile_row: jax.Array,
+    num_tiles: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """See api.paged_attention_ragged. Decodes go through `decode`: they do not pay for a query tile each."""
+    num_rows, num_kv_heads, group_heads, head_dim = q.shape
+    most_decodes = min(num_rows, len(block_tables))
+    decode_lens = jnp.where(jnp.arange(most_decodes) < num_decodes, context_lens[:most_decodes], 0)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    decoded = decode(q[:most_decodes], k_cache, v_cache, block_tables[:most_decodes], decode_lens, **options)
+    # One tile more than there are rows, so that no tile's slice is clamped at the end and thereby moved.
     padded = jnp.pad(q, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
-    out = jnp.zeros_like(padded).at[:few].set(decoded)
+    out = jnp.zeros_like(padded).at[:most_decodes].set(decoded)
 
-    def step(tile, out):
-        seq, row = tile_seq[tile], tile_row[tile]
-        rows = row + jnp.arange(QUERY_TILE)
-        live = rows < query_starts[seq] + query_lens[seq]
-        last = jnp.where(live, context_lens[seq] - query_lens[seq] + rows - query_starts[seq], -1)
-        first = jnp.zeros_like(last) if window is None else last - window + 1
-        tile_q = jax.lax.dynamic_slice_in_dim(padded, row, QUERY_TILE)
-        new = _attend(tile_q[None], first[None], last[None], block_tables[seq][None], k_cache, v_cache, **options)[0]
-        old = jax.lax.dynamic_slice_in_dim(out, row, QUERY_TILE)
-        new = jnp.where(live[:, None, None, None], new.astype(q.dtype), old)
-        return jax.lax.dynamic_update_slice_in_dim(out, new, row, 0)
+    def attend_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
+        seq, start = tile_seq[tile], tile_row[tile]
+        row = start + jnp.arange(QUERY_TILE)
+        live = row < query_starts[seq] + query_lens[seq]
+        position = context_lens[seq] - query_lens[seq] + row - query_starts[seq]
+        last = jnp.where(live, position, -1)
+        first = jnp.zeros_like(last) if window is None else jnp.maximum(position - window + 1, 0)
+        query = jax.lax.dynamic_slice_in_dim(padded, start, QUERY_TILE).astype(jnp.float32) * scale
+        query = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_heads * QUERY_TILE, head_dim)
 
-    return jax.lax.fori_loop(0, num_tiles, step, out)[:num_rows]
+        def by_head(rows: jax.Array) -> jax.Array:  # [1, C, K * H] -> [K, C, H]
+            return rows.reshape(-1, num_kv_heads, head_dim).transpose(1, 0, 2)
+
+        def scores_of(keys: jax.Array) -> jax.Array:
+            scores = jnp.einsum("krh,kch->krc", query, by_head(keys))
+            return scores.reshape(1, num_kv_heads * group_heads, QUERY_TILE, -1)
+
+        def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
+            weights = weights.reshape(*query.shape[:2], -1)
+            mixed = jnp.einsum("krc,kch->krh", weights, by_head(values))
+            return mixed.reshape(1, num_kv_heads * group_heads, QUERY_TILE, head_dim)
+
+        shape = (1, num_kv_heads * group_heads, QUERY_TILE, head_dim)
+        table, caches = block_tables[seq][None], (k_cache, v_cache)
+        mixed = _online_softmax(scores_of, mix, shape, first[None], last[None], table, caches, _TILE_KEYS, soft_cap)
+        mixed = mixed.reshape(num_kv_heads, group_heads, QUERY_TILE, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
+        # The rows of a tile past its sequence's end belong to other sequences: leave them as they are.
+        before = jax.lax.dynamic_slice_in_dim(out, start, QUERY_TILE)
+        mixed = jnp.where(live[:, None, None, None], mixed, before)
+        return jax.lax.dynamic_update_slice_in_dim(out, mixed, start, 0)
+
+    return jax.lax.fori_loop(0, num_tiles, attend_tile, out)[:num_rows]
+
+
+def _online_softmax(
+    scores_of: Callable[[jax.Array], jax.Array],
+    mix: Callable[[jax.Array, jax.Array], jax.Array],
+    shape: tuple[int, int, int, int],
+    first: jax.Array,
+    last: jax.Array,
+    tables: jax.Array,
+    caches: tuple[jax.Array, jax.Array],
+    num_keys: int,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Softmax-weighted sum of values over each row's keys first..last, num_keys tokens of every sequence a step.
+
+    Args:
+        scores_of: float32 keys [S, C, K * H] -> scores [S, N, R, C].
+        mix: weights [S, N, R, C], float32 values [S, C, K * H] -> [S, N, R, W].
+        shape: (S, N, R, W).
+        first, last: [S, R] positions; last < first is a row without keys, whose result means nothing (but is finite
+            if the sequence has any live row).
+        tables: [S, M] block ids.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = caches[0].shape
+    flat_k, flat_v = (cache.reshape(num_blocks * block_size, num_kv_heads * head_dim) for cache in caches)
+    num_columns = min(max(num_keys // block_size, 1), tables.shape[1])
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % num_columns)))
+    step_keys = num_columns * block_size
+    slot, column = jnp.divmod(jnp.arange(step_keys, dtype=jnp.int32), num_columns)  # slot by slot across the blocks
+    # A key that no row of its sequence may see is read from the sequence's last position instead: always a real token
+    # (an unused slot may hold NaN, and 0 * NaN is NaN), and already in the CPU's cache.
+    seq_first, seq_last = jnp.where(last >= first, first, jnp.int32(2**30)).min(1), last.max(1)
+    end = jnp.maximum(seq_last, 0)
+    end_block = jnp.take_along_axis(tables, (end // block_size)[:, None], axis=1)[:, 0]
+    end_slot = end_block * block_size + end % block_size
+
+    def step(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        high, total, mixed = state
+        blocks = jax.lax.dynamic_slice_in_dim(tables, index * num_columns, num_columns, axis=1)
+        position = (index * num_columns + column) * block_size + slot
+        read = (position >= seq_first[:, None]) & (position <= seq_last[:, None])
+        slots = jnp.where(read, blocks[:, column] * block_size + slot, end_slot[:, None])
+        scores = scores_of(_rows(flat_k, slots))
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        visible = (position >= first[..., None]) & (position <= last[..., None])
+        scores = jnp.where(visible[:, None], scores, _MASKED)
+        new_high = jnp.maximum(high, scores.max(-1))
+        weights = jnp.exp(scores - new_high[..., None])
+        shrink = jnp.exp(high - new_high)
+        mixed = mixed * shrink[..., None] + mix(weights, _rows(flat_v, slots))
+        return new_high, total * shrink + weights.sum(-1), mixed
+
+    zeros = jnp.zeros(shape, jnp.float32)
+    state = (jnp.full_like(zeros[..., 0], _MASKED), zeros[..., 0], zeros)
+    first_step = jnp.maximum(seq_first.min(), 0) // step_keys
+    num_steps = (seq_last.max() + step_keys) // step_keys
+    _, total, mixed = jax.lax.fori_loop(first_step, num_steps, step, state)
+    return mixed / jnp.maximum(total, 1e-30)[..., None]
+
+
+def _rows(flat_cache: jax.Array, slots: jax.Array) -> jax.Array:
+    return flat_cache.at[slots].get(mode="promise_in_bounds").astype(jnp.float32)

@@ -13,7 +13,13 @@ from convert.load import load_params
 from convert.source import open_source
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
-from tests.models.helpers import jaxserve_params, tiny_checkpoint
+from tests.models.helpers import jaxserve_params
+from tests.models.helpers import tiny_checkpoint as make_tiny_checkpoint
+
+
+def tiny_checkpoint(family: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A random transformers model and its config; untyped, for transformers' methods are not typed."""
+    return make_tiny_checkpoint(family, **options)
 
 
 def save_hf(folder: Path, family: str = "Llama", *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from tests.convert.checkpoints import assert_same, expected_params, load, save_hf
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}), "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama odd head width": ("Llama", {"head_dim": 20}), "mistral": ("Mistral", {"sliding_window": None}),
@@ -79,7 +80,8 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
 def test_kv_heads_are_repeated_for_ranks_beyond_them(tmp_path: Path, family: str, heads: int, kv_heads: int,
                                                      ranks: int) -> None:
     """Fault H21: each rank holds whole heads, and the KV head that its query heads use."""
-    weights = save_hf(tmp_path, family, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    weights = save_hf(tmp_path, family, hidden_size=8 * heads, intermediate_size=96, num_attention_heads=heads,
+                      num_key_value_heads=kv_heads)
     params = load(tmp_path, tensor_parallel_size=ranks)
     per_rank = heads // ranks
     for leaf in ("weight", "bias") if family == "Qwen2" else ("weight",):

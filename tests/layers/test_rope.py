@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from jaxserve.config import ModelConfig
 from jaxserve.layers.rope import apply_rope, rope_frequencies, rope_tables
 from jaxserve.models.registry import model_config_from_hf
 
@@ -32,9 +35,9 @@ CASES = {
 }
 
 
-def make_rope(parameters: dict, **options: object) -> tuple[LlamaRotaryEmbedding, object]:
+def make_rope(parameters: dict, **options: object) -> tuple[LlamaRotaryEmbedding, ModelConfig]:
     """transformers' module and our config of the same options."""
-    sizes = {"vocab_size": 8, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1,
+    sizes: dict[str, Any] = {"vocab_size": 8, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1,
              "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION, **options}
     config = LlamaConfig(**sizes, rope_parameters=dict(parameters))
     hf = {**sizes, "architectures": ["LlamaForCausalLM"], "rope_parameters": parameters}
@@ -69,7 +72,8 @@ def test_rotation_equals_transformers() -> None:
     q, k = rng.standard_normal((9, 2, 3, 64), np.float32), rng.standard_normal((9, 2, 64), np.float32)
     cos, sin = reference(torch.zeros(1), torch.arange(9)[None])
     expected_q, expected_k = apply_rotary_pos_emb(
-        torch.from_numpy(q.reshape(9, 6, 64)).transpose(0, 1)[None], torch.from_numpy(k).transpose(0, 1)[None], cos, sin)
+        torch.from_numpy(q.reshape(9, 6, 64)).transpose(0, 1)[None], torch.from_numpy(k).transpose(0, 1)[None],
+        cos, sin)
     tables = rope_tables(config.rope, 64, config.max_position, jnp.arange(9, dtype=jnp.int32))
     np.testing.assert_allclose(apply_rope(jnp.asarray(q), *tables).reshape(9, 6, 64),
                                expected_q[0].transpose(0, 1).numpy(), atol=1e-5)

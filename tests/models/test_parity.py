@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +53,6 @@ def test_logits_equal_transformers(case: str) -> None:
     token_ids = np.random.default_rng(1).integers(0, 97, (2, 23))
     with torch.no_grad():
         expected = reference(torch.from_numpy(token_ids)).logits.numpy()
-    logits = forward(load(reference, hf), jnp.asarray(token_ids, jnp.int32))
+    logits = jax.jit(forward)(load(reference, hf), jnp.asarray(token_ids, jnp.int32))
     assert np.abs(expected).max() > 1  # the weights are large enough for the comparison to mean something
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from jaxserve.config import ModelConfig
 from jaxserve.errors import InvalidInputError, UnsupportedModelError
 from jaxserve.models.registry import model_config_from_hf
 
@@ -12,7 +15,7 @@ BASE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 
         "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 
 
-def read(architecture: str = "Llama", **fields: object):
+def read(architecture: str = "Llama", **fields: Any) -> ModelConfig:
     return model_config_from_hf({**BASE, "architectures": [f"{architecture}ForCausalLM"], **fields})
 
 
@@ -34,7 +37,7 @@ def test_silent_configs_get_the_family_defaults() -> None:
 
 
 def test_biases() -> None:
-    def biases(*args: str, **fields: object) -> tuple[bool, bool, bool]:
+    def biases(*args: str, **fields: Any) -> tuple[bool, bool, bool]:
         config = read(*args, **fields)
         return config.attention_bias, config.attention_out_bias, config.mlp_bias
 
@@ -48,7 +51,7 @@ def test_biases() -> None:
 
 
 def test_windows() -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 8}
+    sliding: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     assert read(sliding_window=8).layer_windows == (None, None, None)
     assert read("Mistral", sliding_window=8).layer_windows == (8, 8, 8)

@@ -33,7 +33,8 @@ def run(place):
         {"temperature": 1.0, "uses_row": 1, "repetition": 1.3, "presence": 0.5}, {"uses_row": 1, "frequency": 1.0},
         {"temperature": 1.0, "top_k": 300, "min_p": 0.01},
     ]):  # fmt: skip
-        inputs = make_inputs(NUM_ROWS, seed=i, position=range(NUM_ROWS), slot=range(NUM_ROWS), wants_logprobs=1, **values)
+        rows = range(NUM_ROWS)
+        inputs = make_inputs(NUM_ROWS, seed=i, position=rows, slot=rows, wants_logprobs=1, **values)
         logits = place(jnp.asarray(rng.normal(size=(NUM_ROWS, VOCAB_SIZE)) * 3, jnp.float32))
         token_ids, state, values_of_tokens = step(logits, inputs, state)
         results.append((token_ids, *values_of_tokens))

@@ -38,7 +38,7 @@ def test_nobody_asks():
     assert not any(np.asarray(array).any() for array in logprobs(jnp.ones((2, 30)), jnp.zeros(2, int), jnp.zeros(2)))
 
 
-@pytest.mark.parametrize(("num_tokens", "chunk"), [(16, 64), (128, 64), (150, 64), (37, 5)])
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(16, 64), (150, 64)])
 def test_prompt_logprobs_in_chunks(num_tokens, chunk):
     rng = np.random.default_rng(0)
     hidden, weight = rng.normal(size=(num_tokens, 8)), rng.normal(size=(300, 8))

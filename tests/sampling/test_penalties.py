@@ -28,7 +28,7 @@ def inputs_of(params, num_rows=1, **values):
 
 def adjusted(logits, params, prompt_ids, output_ids=(), **values):
     state = state_of(params, prompt_ids, output_ids, **values)
-    return np.asarray(adjust(jnp.asarray(logits, jnp.float32)[None], inputs_of(params), state))[0]
+    return np.asarray(jax.jit(adjust)(jnp.asarray(logits, jnp.float32)[None], inputs_of(params), state))[0]
 
 
 @pytest.mark.parametrize("logit", [3.0, -3.0])

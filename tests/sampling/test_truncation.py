@@ -34,8 +34,8 @@ def reference(logits: np.ndarray, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0
     return torch.isfinite(scores).numpy()
 
 
-@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])  # flat rows need the search, peaked ones only the candidates
-@pytest.mark.parametrize("vocab_size", [50, 3000, 20011])
+@pytest.mark.parametrize("scale", [0.3, 3.0])  # flat rows need the search, peaked ones only the candidates
+@pytest.mark.parametrize("vocab_size", [50, 20011])
 @pytest.mark.parametrize(
     "limits",
     [
@@ -68,7 +68,7 @@ def test_ties_at_the_limit_are_kept():
 
 
 def test_top_p_keeps_at_least_one():
-    logits = np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32)
+    logits = np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
     np.testing.assert_array_equal(kept(logits, top_p=1e-9), logits == logits.max(-1, keepdims=True))
 
 
@@ -79,7 +79,7 @@ def test_forbidden_tokens_are_never_kept_unless_nothing_else_limits():
     assert kept(logits, top_k=2)[0].nonzero()[0].tolist() == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), scale=st.floats(0.01, 30), top_k=st.integers(0, 600),
     top_p=st.floats(0.001, 1), step=st.sampled_from([0.0, 0.125, 1.0]),

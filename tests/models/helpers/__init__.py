@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,14 +12,22 @@ import transformers
 
 from jaxserve.config import ModelConfig
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.params import model_from_params
+from jaxserve.models.params import abstract_params, model_from_params
 from jaxserve.models.registry import model_config_from_hf
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
-def tiny_checkpoint(family: str, *, seed: int = 0, **options: object) -> tuple[torch.nn.Module, dict]:
+def random_model(config: ModelConfig, *, seed: int = 0) -> Decoder:
+    """Every parameter random, biases and norms too; made by numpy, for JAX would compile a program per shape."""
+    rng = np.random.default_rng(seed)
+    params = {path: jnp.asarray(rng.normal("norm" in path, 0.15, spec.shape), spec.dtype)
+              for path, spec in abstract_params(config).items()}
+    return model_from_params(config, params)
+
+
+def tiny_checkpoint(family: str, *, seed: int = 0, **options: object) -> tuple[Any, dict]:
     """A float32 transformers model (eager attention) with all parameters random, biases and norms too, and its
     config.json as a dict.
 

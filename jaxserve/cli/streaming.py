@@ -1,0 +1,92 @@
+"""An answer that comes piece by piece, from blocking code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.request import RequestMetrics, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve import AsyncLLM
+    from jaxserve.cli.options import ModelOptions
+
+
+@contextmanager
+def streaming_llm(model: ModelOptions) -> Iterator[AsyncLLM]:
+    """A model that can stream; shows a spinner while it loads."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("loading jax") if console.is_terminal else nullcontext() as status:
+        from jaxserve import AsyncLLM
+
+        if status is not None:
+            status.update("loading the model")
+        llm = AsyncLLM(**model.arguments())
+    try:
+        yield llm
+    except KeyboardInterrupt:
+        raise  # the engine's thread may be in a compilation, which nothing can end: `main` leaves at once
+    except BaseException:
+        llm.shutdown()
+        raise
+    llm.shutdown()
+
+
+@dataclass
+class Answer:
+    """What there is of a streamed completion.
+
+    Attributes:
+      finish_reason: as in `CompletionOutput`; None while it goes on.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    metrics: RequestMetrics | None = None
+
+    @property
+    def speed(self) -> str:
+        """Such as "64 tokens, 25.1 tokens/s, first token after 0.12 s"; the rate is of the tokens after the first."""
+        parts = [f"{self.num_tokens} tokens"]
+        if self.metrics is not None and self.metrics.first_token_time_s is not None:
+            first, last = self.metrics.first_token_time_s, self.metrics.last_token_time_s
+            if last is not None and last > first:
+                parts.append(f"{(self.num_tokens - 1) / (last - first):.1f} tokens/s")
+            parts.append(f"first token after {self.metrics.time_to_first_token_s:.2f} s")
+        return ", ".join(parts)
+
+
+def stream(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: Answer, on_text: Callable[[str], None]) -> None:
+    """Generates one completion into `answer` and hands over its text as it comes.
+
+    Raises:
+      InvalidInputError: the prompt or a parameter is wrong.
+      KeyboardInterrupt: Ctrl-C; the request is aborted, `answer` has what came before.
+    """
+    params = replace(params, output_kind=RequestOutputKind.DELTA)
+
+    async def run() -> None:
+        async with aclosing(llm.generate(prompt, params)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                completion = output.outputs[0]
+                answer.text += completion.text
+                answer.num_tokens += len(completion.token_ids)
+                answer.finish_reason, answer.metrics = completion.finish_reason, output.metrics
+                on_text(completion.text)
+
+    asyncio.run(run())
+
+
+def write(text: str) -> None:
+    """Prints a piece of a model's text at once; on a terminal without escape sequences, which could do it harm."""
+    if sys.stdout.isatty():
+        text = text.translate({0x1B: "\N{SYMBOL FOR ESCAPE}", 0x9B: "\N{SYMBOL FOR ESCAPE}"})
+    sys.stdout.write(text)
+    sys.stdout.flush()

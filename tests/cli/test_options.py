@@ -1,0 +1,95 @@
+"""What all commands share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from jaxserve.cli.options import ModelOptions, SamplingOptions, command
+from jaxserve.errors import CheckpointError
+from jaxserve.request import SamplingParams
+from tests.cli.conftest import Run
+from tests.tiny import make_tiny_model
+
+
+def show(name: str, *, sampling: SamplingOptions, model: ModelOptions) -> None:
+    """Shows
+    itself."""
+    print(name, model.arguments(), sampling.params(SamplingParams(top_k=7), packaged_model=model.model is None))
+
+
+def call(*arguments: str):
+    app = typer.Typer()
+    app.command()(command(show))
+    return CliRunner().invoke(app, arguments)
+
+
+def test_groups_become_options() -> None:
+    result = call("x", "--model", "m", "--max-num-seqs", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
+    assert result.exit_code == 0, result.output
+    params = SamplingParams(temperature=0, max_tokens=512, stop=["a", "b"], top_k=7)
+    assert result.stdout.strip() == f"x {dict(model='m', max_num_seqs=3)} {params}"
+
+
+def test_packaged_model_is_sampled_as_its_card_says() -> None:
+    assert str(SamplingParams(temperature=0.2, top_p=0.9, max_tokens=512, top_k=7)) in call("x").stdout
+    assert str(SamplingParams(temperature=1.5, top_p=0.9, max_tokens=512, top_k=7)) in call("x", "--temperature", "1.5").stdout
+
+
+def test_wrong_value_is_one_line() -> None:
+    result = call("x", "--top-p", "2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "jaxserve: top_p=2.0 is not allowed: a number in (0, 1]\n"
+
+
+def test_debug_adds_the_traceback() -> None:
+    result = call("x", "--top-p", "2", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "InvalidInputError" in result.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(CheckpointError("broken"), 2), (KeyboardInterrupt(), 130), (OSError(), 1)])
+def test_exit_codes(error: BaseException, code: int) -> None:
+    def fail() -> None:
+        raise error
+
+    app = typer.Typer()
+    app.command()(command(fail))
+    assert CliRunner().invoke(app, []).exit_code == code
+
+
+@pytest.mark.parametrize("arguments", [
+    ["generate", "hi"], ["chat"], ["profile"], ["convert", "SRC", "DST"]], ids=lambda arguments: arguments[0])
+def test_unknown_model(run: Run, tmp_path: Path, arguments: list[str]) -> None:
+    missing = str(tmp_path / "missing")
+    if arguments[0] == "convert":
+        arguments = ["convert", missing, str(tmp_path / "new")]
+    else:
+        arguments = [*arguments, "--model", missing]
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert missing in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    """In the middle of a compilation or of an answer of 8,000 tokens."""
+    folder = make_tiny_model(tmp_path, max_position_embeddings=8192)
+    command = [sys.executable, "-m", "jaxserve", "generate", "hi", "-v", "--model", str(folder), "--ignore-eos",
+               "--max-tokens", "8000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("loaded"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in stderr and "Traceback" not in stderr
