@@ -138,7 +138,8 @@ class LLM:
         if isinstance(given, SamplingParams):
             given = [given] * len(items)
         if len(given) != len(items):
-            raise InvalidInputError("sampling_params", f"{len(given)} of them", f"one, or one for each of the {len(items)} prompts")
+            raise InvalidInputError("sampling_params", f"{len(given)} of them",
+                                    f"one, or one for each of the {len(items)} prompts")
         return [replace(params, output_kind=RequestOutputKind.FINAL_ONLY) for params in given]
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int,

@@ -65,8 +65,8 @@ def reference_model(folder: Path) -> Any:
 def reference_greedy(model: Any, prompt_ids: list[int], num_new: int) -> list[int]:
     """transformers' greedy continuation, end tokens ignored."""
     with torch.no_grad():
-        out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False,
-                             eos_token_id=None, pad_token_id=0)
+        out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=num_new, min_new_tokens=num_new,
+                             do_sample=False, eos_token_id=None, pad_token_id=0)
     return out[0, len(prompt_ids):].tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
 from jaxserve.runner.kv_cache import cache_spec
 from jaxserve.runner.memory import num_kv_blocks
-from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.model_runner import ModelRunner, blocks_per_seq, step_temp_bytes
 from jaxserve.runner.sharding import TENSOR, make_mesh, param_sharding
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.text import Tokenizer
@@ -123,13 +123,13 @@ def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, j
     spec = cache_spec(model, num_blocks=0, block_size=config.block_size, dtype=config.dtype,
                       tensor_parallel_size=tensor_parallel_size)
     weight_bytes = sum(array.addressable_shards[0].data.nbytes for array in params.values())
-    num_blocks = num_kv_blocks(config, spec, mesh.devices.flat[0], tensor_parallel_size=tensor_parallel_size,
-                               weight_bytes=weight_bytes, temp_bytes=0)
-    spec = cache_spec(model, num_blocks=num_blocks, block_size=config.block_size, dtype=config.dtype,
-                      tensor_parallel_size=tensor_parallel_size)
+    num_blocks = num_kv_blocks(
+        config, spec, mesh.devices.flat[0], tensor_parallel_size=tensor_parallel_size, weight_bytes=weight_bytes,
+        temp_bytes=lambda: step_temp_bytes(config, model, params, mesh, spec))
+    spec = replace(spec, num_blocks=num_blocks)
     scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
                           max_num_batched_tokens=config.max_num_batched_tokens,
-                          max_blocks_per_seq=-(-(config.max_model_len + 1) // config.block_size))
+                          max_blocks_per_seq=blocks_per_seq(config))
     runner = ModelRunner(config, model, params, mesh, spec, scheduler.block_tables)
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, (int, np.integer)) for item in value)
 
 
-def _is_messages(value: Any) -> bool:
+def _is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return (isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
             and all(isinstance(item, Mapping) and "role" in item for item in value))
 

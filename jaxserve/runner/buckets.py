@@ -32,7 +32,7 @@ class Bucket:
 
 
 class Buckets:
-    """Decode steps double from 1 to max_num_seqs; mixed steps from `smallest_mixed` to max_num_batched_tokens tokens."""
+    """Decode sizes double from 1 to max_num_seqs, mixed ones from `smallest_mixed` to max_num_batched_tokens tokens."""
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, query_tile: int, smallest_mixed: int = 16):
         self.decode = [Bucket(size, size, 0) for size in _doublings(1, max_num_seqs)]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jaxserve.config import ModelConfig, kv_groups
 
@@ -47,9 +46,3 @@ def cache_spec(model: ModelConfig, *, num_blocks: int, block_size: int, tensor_p
 def block_bytes(spec: CacheSpec) -> int:
     """Bytes of one block in all layers, K and V, over all devices."""
     return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-
-def make_caches(spec: CacheSpec, sharding: NamedSharding) -> Caches:
-    """Zeroed arrays, made where they will live."""
-    zeros = jax.jit(lambda: jnp.zeros(spec.shape, spec.dtype), out_shardings=sharding)
-    return tuple((zeros(), zeros()) for _ in range(spec.num_layers))

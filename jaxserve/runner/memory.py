@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
@@ -10,14 +12,16 @@ from jaxserve.runner.kv_cache import CacheSpec, block_bytes
 
 
 def num_kv_blocks(config: EngineConfig, spec: CacheSpec, device: jax.Device, *, tensor_parallel_size: int,
-                  weight_bytes: int, temp_bytes: int) -> int:
+                  weight_bytes: int, temp_bytes: Callable[[], int]) -> int:
     """Blocks of the cache, the null block included.
 
     Args:
       config: resolved engine options.
       spec: the cache's shape (its num_blocks is not read).
       device: one of the mesh.
-      weight_bytes, temp_bytes: per device, what weights and a step's temporaries take.
+      weight_bytes: of the weights, per device.
+      temp_bytes: measures what a step takes besides weights and cache, per device; only called if the answer
+        depends on it, since it compiles a step.
 
     Raises:
       OutOfMemoryError: not even two blocks fit.
@@ -27,7 +31,7 @@ def num_kv_blocks(config: EngineConfig, spec: CacheSpec, device: jax.Device, *, 
     assert config.max_num_seqs and config.max_model_len, "config is not resolved"
     per_block = block_bytes(spec) // tensor_parallel_size
     useful = config.max_num_seqs * -(-config.max_model_len // config.block_size) + 1
-    available, source = _available_bytes(config, device, weight_bytes + temp_bytes)
+    available, source = _available_bytes(config, device, weight_bytes, temp_bytes)
     num_blocks = min(available // per_block, useful)
     if num_blocks < 2:
         raise OutOfMemoryError(f"{source} leaves {available} bytes for the KV cache, but two blocks of "
@@ -35,7 +39,8 @@ def num_kv_blocks(config: EngineConfig, spec: CacheSpec, device: jax.Device, *, 
     return num_blocks
 
 
-def _available_bytes(config: EngineConfig, device: jax.Device, other_bytes: int) -> tuple[int, str]:
+def _available_bytes(config: EngineConfig, device: jax.Device, weight_bytes: int,
+                     temp_bytes: Callable[[], int]) -> tuple[int, str]:
     """Bytes per device for the cache, and the option that says so."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
@@ -43,4 +48,5 @@ def _available_bytes(config: EngineConfig, device: jax.Device, other_bytes: int)
         return DEFAULT_CPU_KV_CACHE_BYTES, "the CPU's default KV cache"
     total = device.memory_stats()["bytes_limit"]
     budget = int(total * config.gpu_memory_utilization)
-    return max(budget - other_bytes, 0), f"gpu_memory_utilization={config.gpu_memory_utilization} of {total} bytes"
+    source = f"gpu_memory_utilization={config.gpu_memory_utilization} of {total} bytes"
+    return max(budget - weight_bytes - temp_bytes(), 0), source

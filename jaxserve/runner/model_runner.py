@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,12 +18,12 @@ from jaxserve.models.params import abstract_model, split
 from jaxserve.request import Request, SamplingParams
 from jaxserve.runner.assembler import BatchAssembler
 from jaxserve.runner.buckets import Bucket, Buckets
-from jaxserve.runner.kv_cache import CacheSpec, make_caches
+from jaxserve.runner.kv_cache import CacheSpec
 from jaxserve.runner.programs import Programs
-from jaxserve.runner.sharding import TENSOR, cache_sharding, replicated
-from jaxserve.runner.step import DeviceState, StepOutputs, run_step
+from jaxserve.runner.sharding import TENSOR
+from jaxserve.runner.step import DeviceState, StepOutputs, abstract_state, compile_step, zeros_like
 from jaxserve.sampling import rows
-from jaxserve.sampling.state import init_state, set_bias, set_row
+from jaxserve.sampling.state import set_bias, set_row
 from jaxserve.scheduling.plan import StepPlan
 from pallas_kernels.paged_attention.api import QUERY_TILE
 
@@ -51,7 +50,7 @@ class ModelRunner:
                  cache_spec: CacheSpec, block_tables: np.ndarray):
         assert config.max_num_seqs and config.max_num_batched_tokens, "config is not resolved"
         self._model, self.mesh = model, mesh
-        self._graphdef, abstract_leaves, self._paths = split(
+        self._graphdef, _, self._paths = split(
             abstract_model(model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype)))
         self._leaves = tuple(params[path] for path in self._paths)
         self.buckets = Buckets(max_num_seqs=config.max_num_seqs, query_tile=QUERY_TILE,
@@ -59,8 +58,10 @@ class ModelRunner:
         self._assembler = BatchAssembler(block_tables, query_tile=QUERY_TILE)
         self._slot_owners: list[Request | None] = [None] * config.max_num_seqs
         self._banned: dict[Request, set[int]] = {}
-        self._state = self._make_state(cache_spec, config.max_num_seqs)
-        self._abstract_args = jax.tree.map(_abstract, (self._leaves, self._state))
+        self._abstract_args = (
+            tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._leaves),
+            abstract_state(cache_spec, config.max_num_seqs, model.vocab_size, mesh))
+        self._state = zeros_like(self._abstract_args[1])
         self.programs = Programs(self._compile)
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
@@ -94,25 +95,8 @@ class ModelRunner:
     def close(self) -> None:
         self.programs.close()
 
-    def _make_state(self, cache_spec: CacheSpec, num_slots: int) -> DeviceState:
-        whole = replicated(self.mesh)
-        caches = make_caches(cache_spec, cache_sharding(self.mesh))
-        last_tokens = jax.device_put(jnp.zeros(num_slots + 1, jnp.int32), whole)
-        sampling = jax.jit(init_state, static_argnums=(0, 1), out_shardings=whole)(num_slots, self._model.vocab_size)
-        return DeviceState(caches, last_tokens, sampling)
-
     def _compile(self, bucket: Bucket) -> Compiled:
-        layout = self._assembler.layout(bucket)
-        leaves, state = self._abstract_args
-        num_ints, num_floats = layout.sizes()
-        whole = replicated(self.mesh)
-        ints = jax.ShapeDtypeStruct((num_ints,), jnp.int32, sharding=whole)
-        floats = jax.ShapeDtypeStruct((num_floats,), jnp.float32, sharding=whole)
-        step = partial(run_step, self._graphdef, layout, self.mesh)
-        # The state must come back as it went in, or the next step would not take it.
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state), whole
-        jitted: Any = jax.jit(step, donate_argnums=1, out_shardings=shardings)
-        return jitted.lower(leaves, state, ints, floats).compile()
+        return compile_step(self._graphdef, self._assembler.layout(bucket), self.mesh, *self._abstract_args)
 
     def _update_slots(self, plan: StepPlan) -> None:
         """Brings the per-slot arrays up to date for requests that are new in their slot or whose bans change."""
@@ -158,5 +142,21 @@ class ModelRunner:
         self._state = DeviceState(self._state.caches, self._state.last_tokens, sampling)
 
 
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+def step_temp_bytes(config: EngineConfig, model: ModelConfig, params: Mapping[str, jax.Array], mesh: Mesh,
+                    cache_spec: CacheSpec) -> int:
+    """Bytes per device that the largest step takes besides weights and cache, by the compiler's own account."""
+    runner = ModelRunner(config, model, params, mesh, replace(cache_spec, num_blocks=2),
+                         np.zeros((config.max_num_seqs or 1, blocks_per_seq(config)), np.int32))
+    try:
+        analysis: Any = runner.programs.get(runner.buckets.mixed[-1]).memory_analysis()
+    finally:
+        runner.close()
+    # The runner's own per-request arrays are counted too: they will be there.
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+def blocks_per_seq(config: EngineConfig) -> int:
+    """Columns of the block tables: a sequence of max_model_len tokens, and the one that is sampled last."""
+    assert config.max_model_len is not None, "config is not resolved"
+    return -(-(config.max_model_len + 1) // config.block_size)

@@ -34,7 +34,7 @@ class PagedBatch:
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *,
                scale: float, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Writes k, v [T, K, H] into the caches [B, P, K, H], then lets q [T, K, G, H] attend. Returns (out, caches)."""
+        """Writes k, v [T, K, H] into the caches [B, P, K, H], lets q [T, K, G, H] attend; returns (out, caches)."""
         attend = partial(_attend, scale=scale, window=window)
         if self.mesh.size > 1:
             heads, cache, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, TENSOR), PartitionSpec()

@@ -44,7 +44,8 @@ def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
 def param_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of a parameter with these logical axes. A vocabulary that does not divide is replicated."""
     size = mesh.shape[TENSOR]
-    spec = [TENSOR if axis in _SHARDED_AXES and dim % size == 0 else None for dim, axis in zip(shape, axes, strict=True)]
+    pairs = zip(shape, axes, strict=True)
+    spec = [TENSOR if axis in _SHARDED_AXES and dim % size == 0 else None for dim, axis in pairs]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxserve.models.params import merge
 from jaxserve.runner.batch import SLOT_FLOATS, SLOT_INTS, BatchLayout, cut
-from jaxserve.runner.kv_cache import Caches
+from jaxserve.runner.kv_cache import Caches, CacheSpec
 from jaxserve.runner.paged_batch import Fields, PagedBatch, row_positions
+from jaxserve.runner.sharding import cache_sharding, replicated
 from jaxserve.sampling.logprobs import Logprobs, logprobs, prompt_logprobs
 from jaxserve.sampling.sampler import sample
-from jaxserve.sampling.state import SamplingInputs, SamplingState
+from jaxserve.sampling.state import SamplingInputs, SamplingState, init_state
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +29,8 @@ class DeviceState:
 
     Attributes:
       last_tokens: [num_slots + 1] int32, each running request's newest token; the last is a trash slot for padding.
+
+    Also used with `jax.ShapeDtypeStruct`s in place of arrays.
     """
 
     caches: Caches
@@ -72,6 +77,38 @@ def run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[ja
         slots = jnp.where(fields["samples"] > 0, fields["slots"], trash)
         last_tokens = state.last_tokens.at[slots].set(sampled)
     return DeviceState(caches, last_tokens, sampling), StepOutputs(sampled, of_sampled, prompt)
+
+
+def abstract_state(cache_spec: CacheSpec, num_slots: int, vocab_size: int, mesh: Mesh) -> DeviceState:
+    """Shapes, dtypes and shardings of the state; no memory is taken."""
+    whole = replicated(mesh)
+    cache = jax.ShapeDtypeStruct(cache_spec.shape, cache_spec.dtype, sharding=cache_sharding(mesh))
+    last_tokens = jax.ShapeDtypeStruct((num_slots + 1,), jnp.int32, sharding=whole)
+    sampling = jax.eval_shape(partial(init_state, num_slots, vocab_size))
+    sampling = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), sampling)
+    caches: Any = ((cache, cache),) * cache_spec.num_layers
+    return DeviceState(caches, cast(jax.Array, last_tokens), sampling)
+
+
+def zeros_like(state: DeviceState) -> DeviceState:
+    """The state itself, zeroed, each array made where it will live."""
+    def make(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+    return jax.tree.map(make, state)
+
+
+def compile_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct],
+                 state: DeviceState) -> Compiled:
+    """The program of one bucket, from abstract weights and state; nothing runs, so any device's compiler will do."""
+    num_ints, num_floats = layout.sizes()
+    whole = replicated(mesh)
+    ints = jax.ShapeDtypeStruct((num_ints,), jnp.int32, sharding=whole)
+    floats = jax.ShapeDtypeStruct((num_floats,), jnp.float32, sharding=whole)
+    # The state must come back as it went in, or the next step would not take it.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state), whole
+    step: Any = jax.jit(partial(run_step, graphdef, layout, mesh), donate_argnums=1, out_shardings=shardings)
+    return step.lower(tuple(leaves), state, ints, floats).compile()
 
 
 def _input_tokens(fields: Fields, last_tokens: jax.Array) -> jax.Array:

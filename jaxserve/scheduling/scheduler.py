@@ -83,7 +83,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, slots and tables agree with the requests. For tests and idle loops."""
         self.pool.check_integrity(request.block_ids for request in self.requests())
-        slots = [request.slot for request in self.running]
+        slots = [request.slot for request in self.running if request.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(len(self.block_tables))), "slots are lost or doubled"
         for request in self.running:
             assert self.block_tables[request.slot, : len(request.block_ids)].tolist() == request.block_ids

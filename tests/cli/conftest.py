@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from jaxserve.cli import app
 
@@ -25,5 +24,5 @@ def run() -> Run:
 @pytest.fixture(scope="session")
 def tiny(tiny_folder: Path) -> list[str]:
     """Options that select a small engine for the tiny model."""
-    return ["--model", str(tiny_folder), "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "32",
-            "--block-size", "4", "--kv-cache-memory-bytes", str(1 << 18)]
+    return ["--model", str(tiny_folder), "--max-model-len", "128", "--max-num-seqs", "4",
+            "--max-num-batched-tokens", "32", "--block-size", "4", "--kv-cache-memory-bytes", str(1 << 18)]

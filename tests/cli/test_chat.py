@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.cli.chat import Chat
-from jaxserve.errors import InvalidInputError, PromptTooLongError
+from jaxserve.errors import PromptTooLongError
 from jaxserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from tests.cli.conftest import Run
+from tests.tiny import save_tokenizer, tiny_tokenizer
 
 
 class ScriptedLLM:
@@ -118,6 +120,16 @@ def test_tiny_model(run: Run, tiny: list[str]) -> None:
     assert "turns are forgotten" in result.stderr or "turn is forgotten" in result.stderr  # 128 tokens are soon full
 
 
-def test_model_without_template(monkeypatch: pytest.MonkeyPatch, run: Run, tiny: list[str]) -> None:
-    monkeypatch.setattr("jaxserve.text.Tokenizer.chat", None, raising=False)
-    assert issubclass(PromptTooLongError, InvalidInputError)
+def test_model_without_template(run: Run, tiny: list[str], tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, tiny_tokenizer(), chat_template=None)
+    result = run("chat", *tiny, "--tokenizer", tmp_path, stdin="fox\n")
+    assert result.exit_code == 2 and "chat template" in result.stderr
+
+
+def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm: Any = ScriptedLLM()
+    chat = Chat(llm, SamplingParams(), 100)
+    chat._interactive = True
+    typed = iter(["a \\", "b\\", "c"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    assert chat._read() == "a \nb\nc"

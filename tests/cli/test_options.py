@@ -35,12 +35,13 @@ def test_groups_become_options() -> None:
     result = call("x", "--model", "m", "--max-num-seqs", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
     assert result.exit_code == 0, result.output
     params = SamplingParams(temperature=0, max_tokens=512, stop=["a", "b"], top_k=7)
-    assert result.stdout.strip() == f"x {dict(model='m', max_num_seqs=3)} {params}"
+    assert result.stdout.strip() == f"x {({'model': 'm', 'max_num_seqs': 3})} {params}"
 
 
 def test_packaged_model_is_sampled_as_its_card_says() -> None:
-    assert str(SamplingParams(temperature=0.2, top_p=0.9, max_tokens=512, top_k=7)) in call("x").stdout
-    assert str(SamplingParams(temperature=1.5, top_p=0.9, max_tokens=512, top_k=7)) in call("x", "--temperature", "1.5").stdout
+    for arguments, temperature in (([], 0.2), (["--temperature", "1.5"], 1.5)):
+        params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=512, top_k=7)
+        assert str(params) in call("x", *arguments).stdout
 
 
 def test_wrong_value_is_one_line() -> None:
@@ -55,7 +56,8 @@ def test_debug_adds_the_traceback() -> None:
     assert "Traceback" in result.stderr and "InvalidInputError" in result.stderr
 
 
-@pytest.mark.parametrize(("error", "code"), [(CheckpointError("broken"), 2), (KeyboardInterrupt(), 130), (OSError(), 1)])
+@pytest.mark.parametrize(("error", "code"), [
+    (CheckpointError("broken"), 2), (KeyboardInterrupt(), 130), (OSError(), 1)], ids=repr)
 def test_exit_codes(error: BaseException, code: int) -> None:
     def fail() -> None:
         raise error

@@ -106,7 +106,8 @@ def test_bad_prompts_fail_alone(tiny_llm):
 
 def test_timing_is_filled_in(tiny_llm):
     metrics = tiny_llm.generate("The", GREEDY, use_tqdm=False)[0].metrics
-    times = [metrics.arrival_time_s, metrics.first_scheduled_time_s, metrics.first_token_time_s, metrics.last_token_time_s]
+    times = [metrics.arrival_time_s, metrics.first_scheduled_time_s, metrics.first_token_time_s,
+             metrics.last_token_time_s]
     assert times == sorted(times)
     assert metrics.queue_s >= 0 and metrics.time_to_first_token_s > 0
 
