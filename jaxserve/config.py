@@ -20,7 +20,8 @@ class RopeConfig:
       factor: stretch of the context.
       original_max_position: trained context, for dynamic, llama3 and yarn.
       low_freq_factor, high_freq_factor: llama3's bounds of the interpolated band.
-      beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate: yarn's (arXiv:2309.00071), named as in HF configs.
+      beta_fast, beta_slow, mscale, mscale_all_dim, attention_factor, truncate: yarn's (arXiv:2309.00071), named as in
+        HF configs.
     """
 
     theta: float = 10000.0

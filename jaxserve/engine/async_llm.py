@@ -186,7 +186,7 @@ class _Mailbox:
         with self._lock:
             waiting = self._outputs
             # A slow reader of cumulative outputs only needs the newest of each completion.
-            if self._replaces and waiting and [c.index for c in waiting[-1].outputs] == [c.index for c in output.outputs]:
+            if self._replaces and waiting and _indices(waiting[-1]) == _indices(output):
                 waiting[-1] = output
                 return
             waiting.append(output)
@@ -212,3 +212,7 @@ class _Mailbox:
     def _notify(self) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _indices(output: RequestOutput) -> list[int]:
+    return [completion.index for completion in output.outputs]

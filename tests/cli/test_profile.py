@@ -67,10 +67,10 @@ def test_profile_of_a_tiny_model(run: Run, tiny: list[str], tmp_path: Path) -> N
     assert all(f"/{scope}/".encode() in content for scope in ("embed", "attention", "mlp", "sample"))
 
 
-@pytest.mark.parametrize(("arguments", "allowed"), [
-    (["--batch", "5"], "at most 4"), (["--prompt-tokens", "20"], "a step of 32 tokens"), (["--steps", "200"], "at most 96")])
-def test_what_cannot_be_traced(run: Run, tiny: list[str], tmp_path: Path, arguments: list[str], allowed: str) -> None:
-    options = ["--batch", "1", "--prompt-tokens", "32", *arguments] if "--steps" in arguments else [
-        "--prompt-tokens", "4", *arguments]
-    result = run("profile", *tiny, "--out", tmp_path, *options)
+@pytest.mark.parametrize(("batch", "prompt_tokens", "steps", "allowed"), [
+    (5, 4, 4, "at most 4"), (2, 20, 4, "a step of 32 tokens"), (1, 32, 200, "at most 96")])
+def test_what_cannot_be_traced(run: Run, tiny: list[str], tmp_path: Path, batch: int, prompt_tokens: int, steps: int,
+                               allowed: str) -> None:
+    result = run("profile", *tiny, "--out", tmp_path, "--batch", batch, "--prompt-tokens", prompt_tokens,
+                 "--steps", steps)
     assert result.exit_code == 2 and allowed in result.stderr and not list(tmp_path.iterdir())
