@@ -17,7 +17,7 @@ def use_compilation_cache(directory: str | None, device_platform: str) -> None:
       device_platform: "cpu" programs go to a folder of their own for each kind of processor: one compiled for
         another may crash.
     """
-    users_own = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009: the stubs lack it
+    users_own = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (the stubs lack it)
     if directory == "" or (directory is None and users_own):
         return
     place = Path(directory).expanduser() if directory else Path.home() / ".cache" / "jaxserve" / "xla"

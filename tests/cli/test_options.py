@@ -34,7 +34,7 @@ def call(*arguments: str):
 def test_groups_become_options() -> None:
     result = call("x", "--model", "m", "--max-num-seqs", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
     assert result.exit_code == 0, result.output
-    params = SamplingParams(temperature=0, max_tokens=512, stop=["a", "b"], top_k=7)
+    params = SamplingParams(temperature=0.0, max_tokens=512, stop=["a", "b"], top_k=7)
     assert result.stdout.strip() == f"x {({'model': 'm', 'max_num_seqs': 3})} {params}"
 
 
