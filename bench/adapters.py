@@ -12,6 +12,7 @@ from convert.packaged import packaged_smollm2
 from convert.source import Source, TensorSource, open_source
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.request import RequestOutputKind
+from jaxserve.runner.kv_cache import cache_spec
 
 Prompts = Sequence[list[int]]
 
@@ -56,6 +57,15 @@ class Jaxserve:
     def generate(self, prompts: Prompts, num_new_tokens: int) -> list[list[int]]:
         outputs = self.llm.generate([list(prompt) for prompt in prompts], _greedy(num_new_tokens), use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and of the KV cache."""
+        serving = self.llm._serving
+        spec = cache_spec(serving.model, num_blocks=serving.engine.scheduler.pool.num_blocks,
+                          block_size=serving.config.block_size, dtype=serving.config.dtype,
+                          tensor_parallel_size=serving.engine.runner.mesh.size)
+        return {"weights": sum(array.nbytes for array in serving.engine.runner.params().values()),
+                "kv_cache": spec.num_bytes}
 
     def close(self) -> None:
         self.llm.close()
@@ -130,8 +140,8 @@ class Transformers:
 
 
 class TransformersContinuous(Transformers):
-    """transformers' continuous batching, with as much cache as the work needs (left alone it takes 60% of the memory
-    and is no faster) and our own budget of 512 tokens a step."""
+    """transformers' continuous batching, with as much cache as the work needs (left alone it takes most of the
+    machine's memory) and our own budget of 512 tokens a step."""
 
     PAGE_SIZE = 32
 

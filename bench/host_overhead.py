@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if args.profile:
             measure(args, options, profile=True)
         results[name] = {"bar_ms": bar, "wall_ms": _statistics(wall), "cpu_ms": _statistics(cpu)}
-    header = ["requests", "bar", "step: median", "p90", "best", "CPU: median", "p90", *(f"CPU: {part}" for part in PARTS)]
+    header = ["requests", "bar", "step: median", "p90", "best", "CPU: median", "p90",
+              *(f"CPU: {part}" for part in PARTS)]
     rows = [[name, found["bar_ms"], *found["wall_ms"]["step"].values(), found["cpu_ms"]["step"]["median"],
              found["cpu_ms"]["step"]["p90"], *(found["cpu_ms"][part]["median"] for part in PARTS)]
             for name, found in results.items()]
@@ -107,8 +108,9 @@ def measure(args: Any, options: dict[str, Any], *, profile: bool = False) -> tup
 def _running(args: Any, options: dict[str, Any]) -> StubServing:
     """Every sequence has its prompt behind it and more tokens to go than will be measured."""
     num_tokens = args.steps + 100
+    num_blocks = args.num_seqs * (num_tokens // 16 + 40)
     serving = StubServing(args.model, uniform=args.uniform, max_num_seqs=args.num_seqs, max_num_batched_tokens=8192,
-                          max_model_len=num_tokens + 600, num_gpu_blocks_override=args.num_seqs * (num_tokens // 16 + 40))
+                          max_model_len=num_tokens + 600, num_gpu_blocks_override=num_blocks)
     random = np.random.default_rng(1)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **options)
     for length in random.integers(8, 512, args.num_seqs):

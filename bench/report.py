@@ -100,13 +100,14 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str] = ()) -> None:
-    """Prints a table, numbers to the right, and lines below it."""
-    table = Table(title=title, title_justify="left")
+    """Prints a table under its title, numbers to the right, and lines below it."""
+    table = Table()
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(f"{cell:,.2f}" if isinstance(cell, float) else str(cell) for cell in row))
     console = Console(width=None if Console().is_terminal else 140)
+    console.print(f"[bold]{title}[/bold]", highlight=False)
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)

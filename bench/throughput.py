@@ -6,6 +6,7 @@ round's engines compared with each other.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                for name in args.engines}
     for engine in engines.values():
         engine.warm_up(work.prompts)
+    gc.freeze()  # transformers' continuous batching collects garbage in every call, which costs a second otherwise
     samples = report.in_turn(args.engines, args.repeat, lambda name: _run(engines[name], work))
     for engine in engines.values():
         engine.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxserve.cli.options import ModelOptions, SamplingOptions
-from jaxserve.cli.streaming import Answer, stream, streaming_llm, write
+from jaxserve.cli.streaming import Answer, spinner, stream, streaming_llm, write
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import SamplingParams
 
@@ -130,17 +130,24 @@ class Chat:
 
     def _stream(self) -> Answer:
         answer = Answer()
-        if self._interactive:
-            print("\033[1;32mmodel>\033[0m ", end="", flush=True)
-        try:
-            stream(self._llm, self.messages, self._params, answer, write)
-        except KeyboardInterrupt:
-            if not self._interactive:
-                raise
-            ending = "stopped"
-        else:
-            ending = "cut off: --max-tokens or the context is used up" if answer.finish_reason == "length" else ""
-        write("\n")
+        ending = ""
+        with spinner("thinking", shown=self._interactive) as waiting:
+            def show(text: str) -> None:
+                if self._interactive and text and text == answer.text:  # the first piece
+                    waiting.stop()
+                    print("\033[1;32mmodel>\033[0m ", end="")
+                write(text)
+
+            try:
+                stream(self._llm, self.messages, self._params, answer, show)
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                ending = "stopped"
+        if answer.finish_reason == "length":
+            ending = "cut off: --max-tokens or the context is used up"
+        if answer.text or not self._interactive:
+            write("\n")
         if self._interactive:
             _note(f"({', '.join(filter(None, [ending, answer.speed]))})")
         return answer

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.request import RequestMetrics, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from jaxserve import AsyncLLM
     from jaxserve.cli.options import ModelOptions
 
@@ -19,14 +21,10 @@ if TYPE_CHECKING:
 @contextmanager
 def streaming_llm(model: ModelOptions) -> Iterator[AsyncLLM]:
     """A model that can stream; shows a spinner while it loads."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("loading jax") if console.is_terminal else nullcontext() as status:
+    with spinner("loading jax") as loading:
         from jaxserve import AsyncLLM
 
-        if status is not None:
-            status.update("loading the model")
+        loading.update("loading the model")
         llm = AsyncLLM(**model.arguments())
     try:
         yield llm
@@ -82,6 +80,13 @@ def stream(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: Answer, o
                 on_text(completion.text)
 
     asyncio.run(run())
+
+
+def spinner(text: str, *, shown: bool = True) -> Status:
+    """Shows on stderr, if that is a terminal, that something is being waited for."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=not (shown and sys.stderr.isatty())).status(text)
 
 
 def write(text: str) -> None:

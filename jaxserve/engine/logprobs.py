@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.request import Logprob, PositionLogprobs
-from jaxserve.text import Tokenizer
+from jaxserve.text import IncrementalDetokenizer, Tokenizer
 
 HostLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """As `sampling.logprobs.Logprobs`: log-probability [R], rank [R], likeliest ids [R, MAX], their values [R, MAX]."""
@@ -30,10 +30,16 @@ class HostCopy:
 
 
 class SampledLogprobs:
-    """Of one completion's tokens. A step's arrays are kept as they are until an output needs them as dictionaries."""
+    """Of one completion's tokens. A step's arrays are kept as they are until an output needs them as dictionaries.
 
-    def __init__(self, num_top: int, tokenizer: Tokenizer | None):
+    The texts of the chosen tokens joined are the text of the output (special tokens included): the bytes of a split
+    character all count for its last token. Alternatives have the text they have on their own.
+    """
+
+    def __init__(self, num_top: int, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]):
         self._num_top, self._tokenizer = num_top, tokenizer
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=False, prompt_token_ids=prompt_token_ids)
         self._pending: list[tuple[int, int, HostLogprobs]] = []
         self._positions: list[PositionLogprobs] = []
         self.cumulative = 0.0
@@ -46,16 +52,20 @@ class SampledLogprobs:
     def since(self, first: int) -> list[PositionLogprobs]:
         """Of tokens first, first + 1, ..."""
         for token_id, row, arrays in self._pending:
-            self._positions.append(_position(token_id, row, arrays, self._num_top, self._tokenizer))
+            text = None if self._detokenizer is None else self._detokenizer.append(token_id)
+            self._positions.append(_position(token_id, text, row, arrays, self._num_top, self._tokenizer))
         self._pending.clear()
         return self._positions[first:]
 
 
 class PromptLogprobs:
-    """Of one prompt's tokens, which may come in several chunks, and again after a preemption."""
+    """Of one prompt's tokens, which may come in several chunks, and again after a preemption. Texts as above."""
 
     def __init__(self, num_top: int, prompt_token_ids: list[int], tokenizer: Tokenizer | None):
         self._num_top, self._tokenizer, self._token_ids = num_top, tokenizer, prompt_token_ids
+        self._texts: Sequence[str | None] = [None] * len(prompt_token_ids)
+        if tokenizer is not None:
+            self._texts = tokenizer.token_texts(prompt_token_ids, skip_special_tokens=False)
         self.positions: list[PositionLogprobs | None] = [None]  # nothing predicts the first token
 
     @property
@@ -68,16 +78,16 @@ class PromptLogprobs:
             position = start + offset + 1
             if position == len(self.positions) and position < len(self._token_ids):
                 token_id = self._token_ids[position]
-                self.positions.append(_position(token_id, row + offset, arrays, self._num_top, self._tokenizer))
+                text = self._texts[position]
+                self.positions.append(_position(token_id, text, row + offset, arrays, self._num_top, self._tokenizer))
 
 
-def _position(token_id: int, row: int, arrays: HostLogprobs, num_top: int,
+def _position(token_id: int, text: str | None, row: int, arrays: HostLogprobs, num_top: int,
               tokenizer: Tokenizer | None) -> PositionLogprobs:
     logprobs, ranks, top_ids, top_logprobs = arrays
-    text = (lambda _: None) if tokenizer is None else tokenizer.token_text
-    found = {token_id: Logprob(float(logprobs[row]), int(ranks[row]), text(token_id))}
+    found = {token_id: Logprob(float(logprobs[row]), int(ranks[row]), text)}
     likeliest = zip(top_ids[row, :num_top].tolist(), top_logprobs[row, :num_top].tolist(), strict=True)
     for rank, (top_id, logprob) in enumerate(likeliest, start=1):
         if top_id != token_id:
-            found[top_id] = Logprob(logprob, rank, text(top_id))
+            found[top_id] = Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(top_id))
     return found

@@ -55,7 +55,8 @@ class Completion:
         params = request.params
         self.request, self.group, self.index = request, group, index
         self.streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
-        self.logprobs = None if params.logprobs is None else SampledLogprobs(params.logprobs, tokenizer)
+        self.logprobs = None if params.logprobs is None else SampledLogprobs(
+            params.logprobs, tokenizer, request.prompt_token_ids)
         self.prompt_logprobs = (
             None if params.prompt_logprobs is None or index else
             PromptLogprobs(params.prompt_logprobs, request.prompt_token_ids, tokenizer))

@@ -110,7 +110,8 @@ class ModelRunner:
 
     def _enter_slot(self, request: Request) -> None:
         assert request.slot is not None
-        if (previous := self._slot_owners[request.slot]) is not None:
+        previous = self._slot_owners[request.slot]
+        if previous is not None and previous.slot is None:  # else it was preempted and sits in another slot by now
             self._banned.pop(previous, None)
         self._slot_owners[request.slot] = request
         uses_row = rows.needs_row(request.params)

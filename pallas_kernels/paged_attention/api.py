@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import choose_backend
 from pallas_kernels.paged_attention import reference
 
 QUERY_TILE = reference.QUERY_TILE
-"""Rows of one sequence that a ragged tile covers at most; the host cuts prompt chunks into tiles of this size."""
+"""Rows of one sequence that a ragged tile covers at most. The host cuts prompt chunks into tiles of this size."""
 
 _DECODE = {"reference": reference.decode}
 _RAGGED = {"reference": reference.ragged}

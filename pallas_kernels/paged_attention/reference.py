@@ -18,7 +18,7 @@ import jax.numpy as jnp
 QUERY_TILE = 64
 _GROUP = 2  # sequences per decode loop
 _DECODE_KEYS = 128  # tokens of each sequence per step of that loop
-_TILE_KEYS = 128  # tokens per step of a query tile's loop
+_TILE_KEYS = 64  # tokens per step of a query tile's loop
 _MASKED = -1e30  # finite: a step that is masked as a whole must not make NaN; a later real score scales it away
 
 
@@ -35,7 +35,7 @@ def decode(
 ) -> jax.Array:
     """See api.paged_attention_decode. Sequences run in groups of similar length, longest first."""
     num_seqs, num_kv_heads, group_heads, head_dim = q.shape
-    group = min(_GROUP, num_seqs)
+    group = _GROUP
     num_padding = -num_seqs % group
     order = jnp.argsort(-jnp.pad(context_lens, (0, num_padding)))
     lens = jnp.pad(context_lens, (0, num_padding))[order]
@@ -60,7 +60,7 @@ def decode(
         def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
             return jnp.einsum("snc,scd->snd", weights[:, :, 0], values)[:, :, None]
 
-        shape = (*query.shape[:2], 1, query.shape[2])
+        shape = (group, query.shape[1], 1, query.shape[2])
         mixed = _online_softmax(scores_of, mix, shape, first, last, table, caches, _DECODE_KEYS, soft_cap)
         mixed = mixed.reshape(group, num_kv_heads, group_heads, num_kv_heads, head_dim)
         mixed = jnp.where(last[:, :, None, None] >= 0, (mixed * own_head).sum(3), 0)
@@ -93,8 +93,10 @@ def ragged(
     num_rows, num_kv_heads, group_heads, head_dim = q.shape
     most_decodes = min(num_rows, len(block_tables))
     decode_lens = jnp.where(jnp.arange(most_decodes) < num_decodes, context_lens[:most_decodes], 0)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    decoded = decode(q[:most_decodes], k_cache, v_cache, block_tables[:most_decodes], decode_lens, **options)
+    decode_q, decode_tables = q[:most_decodes], block_tables[:most_decodes]
+    decoded = decode(
+        decode_q, k_cache, v_cache, decode_tables, decode_lens, scale=scale, window=window, soft_cap=soft_cap
+    )
     # One tile more than there are rows, so that no tile's slice is clamped at the end and thereby moved.
     padded = jnp.pad(q, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
     out = jnp.zeros_like(padded).at[:most_decodes].set(decoded)

@@ -3,8 +3,10 @@ test chose."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,7 +104,7 @@ def scripted_llm(*args: Any, **options: Any) -> Iterator[LLM]:
         yield llm
         scheduler = llm._engine.scheduler
         scheduler.check_integrity()
-        assert scheduler.pool.num_used == 0 and not llm._engine.has_unfinished or llm._engine._ahead is not None
+        assert not scheduler.has_requests and scheduler.pool.num_used == 0
 
 
 def scripted_async_llm(*args: Any, **options: Any) -> AsyncLLM:
@@ -111,9 +113,46 @@ def scripted_async_llm(*args: Any, **options: Any) -> AsyncLLM:
         return AsyncLLM()
 
 
-async def stream(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> list[Any]:
-    """All DELTA outputs of one request."""
-    from dataclasses import replace
+@dataclass
+class Answer:
+    """What a caller has after a whole answer, however it came."""
 
-    params = replace(params, output_kind=RequestOutputKind.DELTA)
-    return [output async for output in llm.generate(prompt, params)]
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    deltas: list[str]
+
+
+async def stream(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> Answer:
+    """One request in deltas, put together."""
+    outputs = [output.outputs[0] async for output in
+               llm.generate(prompt, replace(params, output_kind=RequestOutputKind.DELTA))]
+    assert all(output.finish_reason is None for output in outputs[:-1])
+    return Answer("".join(output.text for output in outputs), [i for output in outputs for i in output.token_ids],
+                  outputs[-1].finish_reason, outputs[-1].stop_reason, [output.text for output in outputs])
+
+
+def answers(vocabulary: Vocabulary, scripts: Mapping[str, Sequence[int]], params: SamplingParams,
+            **options: Any) -> list[Answer]:
+    """The answers to the prompts `scripts`, all at once: the same whether they are streamed or not, and with steps
+    overlapping or not."""
+    found = []
+    for overlap in (True, False):
+        with scripted_llm(vocabulary, scripts, overlap=overlap, **options) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(list(scripts), params, use_tqdm=False)]
+            found.append([Answer(o.text, o.token_ids, o.finish_reason, o.stop_reason, [o.text]) for o in outputs])
+        found.append(asyncio.run(_streamed(vocabulary, scripts, params, overlap=overlap, **options)))
+    for other in found:
+        assert [replace(a, deltas=[]) for a in other] == [replace(a, deltas=[]) for a in found[0]]
+    assert [a.deltas for a in found[1]] == [a.deltas for a in found[3]], "overlap changes what is streamed"
+    return found[1]
+
+
+async def _streamed(vocabulary: Vocabulary, scripts: Mapping[str, Sequence[int]], params: SamplingParams,
+                    **options: Any) -> list[Answer]:
+    llm = scripted_async_llm(vocabulary, scripts, **options)
+    try:
+        return await asyncio.gather(*(stream(llm, prompt, params) for prompt in scripts))
+    finally:
+        llm.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jaxserve.layers.linear import Linear, project
 RNG = np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 32, 33])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 65])
 @pytest.mark.parametrize("keep_axes", [False, True])
 def test_project_over_several_axes(num_rows: int, keep_axes: bool) -> None:
     x = RNG.standard_normal((num_rows, 3, 4), np.float32)
@@ -23,7 +25,7 @@ def test_project_over_several_axes(num_rows: int, keep_axes: bool) -> None:
     np.testing.assert_allclose(y, np.einsum("tab,opab->top", x, weight), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [4, 40])
+@pytest.mark.parametrize("num_rows", [4, 70])
 def test_project_is_differentiable(num_rows: int) -> None:
     x, weight = RNG.standard_normal((num_rows, 6), np.float32), RNG.standard_normal((5, 6), np.float32)
     grad_x, grad_w = jax.jit(jax.grad(lambda x, w: jnp.sum(project(x, w) ** 2) / 2, argnums=(0, 1)))(x, weight)
@@ -47,11 +49,13 @@ def test_linear_declares_shapes_and_axes_once() -> None:
     assert linear(jnp.ones((4, 6), jnp.bfloat16)).shape == (4, 2, 5)
 
 
-def test_no_copy_of_a_weight_in_the_compiled_dot() -> None:
+@pytest.mark.parametrize("num_rows", [1, 48, 80])
+def test_no_copy_of_a_weight_in_the_compiled_dot(num_rows: int) -> None:
     """A dot over more axes than two would be preceded by a transposed copy of its weight, at every step."""
-    x, weight = jax.ShapeDtypeStruct((48, 64), jnp.float32), jax.ShapeDtypeStruct((2, 96, 64), jnp.float32)
+    x, weight = jax.ShapeDtypeStruct((num_rows, 64), jnp.float32), jax.ShapeDtypeStruct((2, 96, 64), jnp.float32)
     text = jax.jit(project).lower(x, weight).compile().as_text()
-    assert text is not None and "transpose(" not in text and "copy(" not in text
+    weight_shapes = r"f32\[(?:2,96,64|192,64|64,192|64,2,96)\]\S*"
+    assert text is not None and not re.findall(weight_shapes + r" (?:copy|transpose)\(", text)
 
 
 def test_embedding_takes_rows() -> None:

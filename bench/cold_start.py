@@ -1,0 +1,107 @@
+"""Seconds from starting `jaxserve generate` in a fresh process to the first token on its stdout: with an empty
+compilation cache, and again with what the first run left there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from bench import report
+
+_LOADED = re.compile(r"loaded .* in ([\d.]+) s")
+_COMPILED = re.compile(r"compiled (.*) in ([\d.]+) s")
+BARS_S = {"cold": 30.0, "warm": 6.0}
+
+
+@dataclass
+class Start:
+    """One run: seconds since the process was started.
+
+    Attributes:
+      log: lines of stderr, each with when it came.
+    """
+
+    first_token_s: float = 0.0
+    end_s: float = 0.0
+    log: list[tuple[float, str]] = field(default_factory=list)
+
+    def breakdown(self) -> dict[str, Any]:
+        """Where the time went, by what the engine logs (`--verbose`): loading is logged when it is over."""
+        found: dict[str, Any] = {"first_token_s": self.first_token_s, "total_s": self.end_s, "compiled": []}
+        for when, line in self.log:
+            if match := _LOADED.search(line):
+                found |= {"imports_s": when - float(match[1]), "load_s": float(match[1]), "loaded_s": when}
+            elif (match := _COMPILED.search(line)) and when < self.first_token_s:
+                found["compiled"].append({"program": match[1], "s": float(match[2]), "ready_s": when})
+        ready = max((program["ready_s"] for program in found["compiled"]), default=found.get("loaded_s", 0.0))
+        if "loaded_s" in found:
+            found |= {"compile_s": ready - found["loaded_s"], "first_step_s": self.first_token_s - ready}
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = _arguments(argv)
+    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    noise = report.Noise()
+    for _ in range(args.repeat):
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in runs:
+                runs[kind].append(_start(args, cache).breakdown())
+    parts = ("imports_s", "load_s", "compile_s", "first_step_s")
+    rows = [[kind, BARS_S[kind], median(run["first_token_s"] for run in found),
+             *(median(run.get(part, float("nan")) for run in found) for part in parts)]
+            for kind, found in runs.items()]
+    report.show("seconds to the first token of `jaxserve generate`",
+                ["compilation cache", "bar", "first token", "imports", "load", "until compiled", "first steps"], rows,
+                [f"{kind}, before the first token: {program['program']} took {program['s']:.1f} s"
+                 for kind, found in runs.items() for program in found[-1]["compiled"]]
+                + [f"other processes kept {noise.cores():.2f} cores busy (the measured ones included)"])
+    return report.write_json(args.json, {"runs": runs})
+
+
+def _arguments(argv: Sequence[str] | None) -> Any:
+    parser = report.parser("bench.cold_start", __doc__)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--prompt", default="What is the capital of France?")
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("rest", nargs="*", metavar="OPTION", help="more options of `jaxserve generate`, after --")
+    return parser.parse_args(argv)
+
+
+def _start(args: Any, cache: str) -> Start:
+    command = [sys.executable, "-m", "jaxserve", "generate", "--verbose", "--compilation-cache-dir", cache,
+               "--max-tokens", str(args.max_tokens), "--temperature", "0", *args.rest]
+    command += ["--model", args.model] if args.model else []
+    run, begin = Start(), time.monotonic()
+    process = subprocess.Popen([*command, args.prompt], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+    assert process.stdout is not None and process.stderr is not None
+    reader = threading.Thread(target=_read_log, args=(process.stderr, begin, run.log))
+    reader.start()
+    first = process.stdout.read(1)
+    run.first_token_s = time.monotonic() - begin
+    process.stdout.read()
+    process.wait()
+    reader.join()
+    run.end_s = time.monotonic() - begin
+    if process.returncode or not first:
+        sys.exit("jaxserve generate failed:\n" + "\n".join(line for _, line in run.log))
+    return run
+
+
+def _read_log(stream: IO[bytes], begin: float, log: list[tuple[float, str]]) -> None:
+    for line in stream:
+        log.append((time.monotonic() - begin, line.decode(errors="replace").rstrip()))
+
+
+if __name__ == "__main__":
+    main()
