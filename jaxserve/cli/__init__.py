@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 
 import typer
 
@@ -21,6 +23,7 @@ for _function in (generate.generate, chat.chat, profile.profile, convert.convert
 
 def main() -> None:
     """The console script. Exit codes: 0, 1 internal error, 2 wrong input (one line on stderr says what), 130 Ctrl-C."""
+    sys.unraisablehook = interrupt_again
     try:
         app()
     except SystemExit as end:
@@ -30,3 +33,13 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)
+
+
+def interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """For `sys.unraisablehook`. JAX has Python called at every garbage collection, and a Ctrl-C that comes up there is
+    printed and forgotten; in one of twenty starts it was."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # A little later, since from here it would be lost in the same way.
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from jaxserve.cli.options import ModelOptions
 
 
+# All but tab and newline: a model's escape sequences could do anything to a terminal.
+_CONTROL_PICTURES = ({code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+                     | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD))
+
+
 @contextmanager
 def streaming_llm(model: ModelOptions) -> Iterator[AsyncLLM]:
     """A model that can stream; shows a spinner while it loads."""
@@ -90,8 +95,6 @@ def spinner(text: str, *, shown: bool = True) -> Status:
 
 
 def write(text: str) -> None:
-    """Prints a piece of a model's text at once; on a terminal without escape sequences, which could do it harm."""
-    if sys.stdout.isatty():
-        text = text.translate({0x1B: "\N{SYMBOL FOR ESCAPE}", 0x9B: "\N{SYMBOL FOR ESCAPE}"})
-    sys.stdout.write(text)
+    """Prints a piece of a model's text at once; on a terminal with pictures of control characters in their place."""
+    sys.stdout.write(text.translate(_CONTROL_PICTURES) if sys.stdout.isatty() else text)
     sys.stdout.flush()

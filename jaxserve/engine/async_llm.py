@@ -116,6 +116,7 @@ class AsyncLLM:
     def _submit(self, function: Callable[[], T]) -> Future[T]:
         """Has the engine's thread run something between two steps."""
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller who is cancelled stops waiting, but the command is still run
         with self._wake:
             if self._dead is not None:
                 raise self._dead
@@ -210,7 +211,7 @@ class _Mailbox:
             await self._ready.wait()
 
     def _notify(self) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._ready.set)
 
 

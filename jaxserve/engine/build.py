@@ -52,10 +52,10 @@ class Serving:
     def update_weights(self, params: Any) -> None:
         """See `LLM.update_weights`."""
         current = self.engine.runner.params()
-        tensor_parallel_size = self.engine.runner.mesh.shape[TENSOR]
-        expected = abstract_params(self.model, tensor_parallel_size=tensor_parallel_size, dtype=self.config.dtype)
 
         def from_hf_names(named: Mapping[str, Any]) -> dict[str, jax.Array]:
+            tensor_parallel_size = self.engine.runner.mesh.shape[TENSOR]
+            expected = abstract_params(self.model, tensor_parallel_size=tensor_parallel_size, dtype=self.config.dtype)
             return from_named(named, self.model, expected, tensor_parallel_size=tensor_parallel_size,
                               shardings={path: array.sharding for path, array in current.items()})
 

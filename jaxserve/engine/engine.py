@@ -67,6 +67,7 @@ class Engine:
         for completion in group.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"
+                completion.finish()
                 self._retire(completion)
         self.stats.num_aborted += 1
         return group.output([completion.output() for completion in group.completions])

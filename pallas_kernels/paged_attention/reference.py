@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 QUERY_TILE = 64
 _GROUP = 2  # sequences per decode loop
-_DECODE_KEYS = 128  # tokens of each sequence per step of that loop
+_DECODE_KEYS = 64  # tokens of each sequence per step of that loop
 _TILE_KEYS = 64  # tokens per step of a query tile's loop
 _MASKED = -1e30  # finite: a step that is masked as a whole must not make NaN; a later real score scales it away
 
@@ -35,7 +35,7 @@ def decode(
 ) -> jax.Array:
     """See api.paged_attention_decode. Sequences run in groups of similar length, longest first."""
     num_seqs, num_kv_heads, group_heads, head_dim = q.shape
-    group = _GROUP
+    group = min(_GROUP, num_seqs)
     num_padding = -num_seqs % group
     order = jnp.argsort(-jnp.pad(context_lens, (0, num_padding)))
     lens = jnp.pad(context_lens, (0, num_padding))[order]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.cli.chat import Chat
+from jaxserve.cli.streaming import write
 from jaxserve.errors import PromptTooLongError
 from jaxserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from tests.cli.conftest import Run
@@ -133,3 +135,11 @@ def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["a \\", "b\\", "c"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     assert chat._read() == "a \nb\nc"
+
+
+def test_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    write("\x1b[2J\t\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write("a\x1b[2J\x9b\t\n")
+    assert capsys.readouterr().out == "\x1b[2J\t\na\N{SYMBOL FOR ESCAPE}[2J\ufffd\t\n"

@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from jaxserve.cli import interrupt_again
 from jaxserve.cli.options import ModelOptions, SamplingOptions, command
 from jaxserve.errors import CheckpointError
 from jaxserve.request import SamplingParams
@@ -80,6 +84,14 @@ def test_unknown_model(run: Run, tmp_path: Path, arguments: list[str]) -> None:
     assert missing in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+def test_lost_ctrl_c_comes_again() -> None:
+    """As where JAX's callback of the garbage collector meets it."""
+    lost: Any = SimpleNamespace(exc_type=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_again(lost)
+        time.sleep(10)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     """In the middle of a compilation or of an answer of 8,000 tokens."""
@@ -93,5 +105,5 @@ def test_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
                 break
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert "interrupted" in stderr and "Traceback" not in stderr

@@ -1,0 +1,44 @@
+"""Buckets hold every plan, and are few."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.request import Request, SamplingParams
+from jaxserve.runner.buckets import Buckets
+from jaxserve.scheduling.plan import Chunk, StepPlan
+
+
+def request(num_tokens: int) -> Request:
+    return Request("r", list(range(num_tokens)), SamplingParams(), num_tokens + 1)
+
+
+@given(st.integers(1, 300), st.integers(0, 2000), st.sampled_from([16, 64, 128]), st.data())
+def test_every_plan_fits_its_bucket(max_num_seqs, extra, tile, data):
+    budget = max_num_seqs + extra
+    buckets = Buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, query_tile=tile)
+    num_decodes = data.draw(st.integers(0, max_num_seqs))
+    lengths = data.draw(st.lists(st.integers(1, 200), max_size=max_num_seqs - num_decodes))
+    while num_decodes + sum(lengths) > budget:
+        lengths.pop()
+    plan = StepPlan(decodes=[request(1)] * num_decodes, chunks=[Chunk(request(n), 0, n, True) for n in lengths])
+    if plan.is_empty:
+        return
+    bucket = buckets.pick(plan)
+    assert bucket in buckets.all() and bucket.is_decode == (not lengths)
+    assert bucket.num_tokens >= plan.num_tokens and bucket.num_seqs >= len(plan.rows())
+    if lengths:
+        assert bucket.num_tiles >= sum(-(-n // tile) for n in lengths)
+        assert bucket.num_tokens < max(2 * plan.num_tokens, 17), "padding doubles the work at most"
+
+
+def test_there_are_few():
+    buckets = Buckets(max_num_seqs=256, max_num_batched_tokens=8192, query_tile=64)
+    assert [b.num_tokens for b in buckets.decode] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [b.num_tokens for b in buckets.mixed] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (3, 5), (24, 100)])
+def test_odd_limits_are_buckets_themselves(max_num_seqs, budget):
+    buckets = Buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, query_tile=64)
+    assert buckets.decode[-1].num_tokens == max_num_seqs and buckets.mixed[-1].num_tokens == budget
