@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         engine.close()
     results = {"num_prompt_tokens": work.num_prompt_tokens, "num_new_tokens": work.num_new_tokens,
                "engine_options": args.engine_options, "engines": _summarise(samples)}
-    _show(results)
+    _show(results, report.warnings(samples))
     return report.write_json(args.json, results)
 
 
@@ -83,7 +83,7 @@ def _summarise(samples: dict[str, list[report.Sample]]) -> dict[str, Any]:
     return engines
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: dict[str, Any], notes: list[str]) -> None:
     rows = []
     for name, engine in results["engines"].items():
         compared = "agreement" in engine
@@ -93,7 +93,7 @@ def _show(results: dict[str, Any]) -> None:
                      f"{engine['agreement']['equal_tokens']:.1%}" if compared else "", max(engine["noise_cores"])])
     report.show(f"one request, {results['num_prompt_tokens']} prompt tokens, {results['num_new_tokens']} new tokens",
                 ["engine", "first token, ms", "then tokens/s", "jaxserve's first token", "jaxserve's tokens/s",
-                 "same tokens", "noise, cores"], rows)
+                 "same tokens", "noise, cores"], rows, notes)
 
 
 if __name__ == "__main__":

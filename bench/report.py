@@ -42,7 +42,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 class Noise:
-    """How many cores other processes kept busy in the meantime: above 0.1 a measurement says little."""
+    """How many cores other processes kept busy in the meantime."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -76,6 +76,12 @@ def in_turn(names: Sequence[str], repeat: int, run: Callable[[str], Any]) -> dic
             result = run(name)
             samples[name].append(Sample(result, noise.cores()))
     return samples
+
+
+def warnings(samples: dict[str, list[Sample]]) -> list[str]:
+    """What to say below a table: a busy machine does not slow all engines alike."""
+    worst = max(sample.noise_cores for rounds in samples.values() for sample in rounds)
+    return [f"other processes kept up to {worst:.1f} cores busy: do not trust these numbers"] if worst > 0.15 else []
 
 
 def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     results = {"num_requests": len(work.prompts), "num_prompt_tokens": work.num_prompt_tokens,
                "num_new_tokens": work.num_new_tokens, "engine_options": args.engine_options,
                "engines": _summarise(samples, work)}
-    _show(results)
+    _show(results, report.warnings(samples))
     return report.write_json(args.json, results)
 
 
@@ -75,7 +75,7 @@ def _summarise(samples: dict[str, list[report.Sample]], work: workload.Workload)
     return engines
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: dict[str, Any], notes: list[str]) -> None:
     rows = []
     for name, engine in results["engines"].items():
         same = engine.get("agreement")
@@ -85,7 +85,7 @@ def _show(results: dict[str, Any]) -> None:
                      max(engine["noise_cores"])])
     report.show(f"{results['num_requests']} requests, {results['num_prompt_tokens']:,} prompt tokens, "
                 f"{results['num_new_tokens']} new tokens each",
-                ["engine", "output tokens/s", "min-max", "jaxserve is", "same outputs / tokens", "noise, cores"], rows)
+                ["engine", "output tokens/s", "min-max", "jaxserve is", "same outputs / tokens", "noise, cores"], rows, notes)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,8 @@ class LLM:
             given = self._serving.default_sampling
         if isinstance(given, SamplingParams):
             given = [given] * len(items)
+        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+            raise InvalidInputError("sampling_params", given, "SamplingParams, or a list of them")
         if len(given) != len(items):
             raise InvalidInputError("sampling_params", f"{len(given)} of them",
                                     f"one, or one for each of the {len(items)} prompts")

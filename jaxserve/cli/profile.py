@@ -28,8 +28,8 @@ def profile(
 ) -> None:
     """Trace some steps with XLA's profiler and say where their time went.
 
-    Scopes: schedule, step (assemble and dispatch) and outputs on the host; embed, attention, mlp, logits and sample on
-    the device.
+    Scopes: schedule, step (assemble and dispatch) and outputs (wait for the device and read) on the host; embed,
+    attention, mlp, logits and sample on the device.
 
     DIR/steps.trace.json.gz, for https://ui.perfetto.dev: these scopes only, every device operation under its scope.
 
@@ -42,7 +42,7 @@ def profile(
     with LLM(**model.arguments()) as llm:
         prompts = _prompts(llm, batch, prompt_tokens, steps)
         params = SamplingParams(temperature=0.8, seed=0, max_tokens=steps, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, params)  # compiles
+        llm.generate(prompts, params, use_tqdm=False)  # compiles
         before = llm._engine.stats.num_steps
         llm.start_profile(str(out))
         try:

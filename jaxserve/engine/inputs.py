@@ -72,6 +72,8 @@ class InputProcessor:
         Raises:
           InvalidInputError: what is wrong with prompt or parameters.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError("sampling_params", params, "SamplingParams")
         text, token_ids = self._tokenise(prompt, field, chat_options or {})
         self._check_prompt(token_ids, field)
         params.check_vocab(self._vocab_size)
@@ -99,12 +101,12 @@ class InputProcessor:
                 raise InvalidInputError(field, dict(prompt), '{"prompt": text} or {"prompt_token_ids": ids}')
             return self._tokenise(prompt[given[0]], f"{field}.{given[0]}", chat_options)
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer(field, prompt).encode(prompt)
+            return prompt, _encode(self._need_tokenizer(field, prompt), prompt, field, add_special_tokens=True)
         if _is_messages(prompt):
             tokenizer = self._need_tokenizer(field, prompt)
             text = tokenizer.chat.render(prompt, **chat_options)
-            return text, tokenizer.encode(text, add_special_tokens=False)
-        if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
+            return text, _encode(tokenizer, text, field, add_special_tokens=False)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and all(_is_id(item) for item in prompt):
             return None, [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
         raise InvalidInputError(field, prompt, "a text, token ids (integers) or chat messages")
 
@@ -139,10 +141,18 @@ class InputProcessor:
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             for text in (word, f" {word.lstrip()}"):
-                token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                token_ids = tuple(_encode(self.tokenizer, text, "bad_words", add_special_tokens=False))
                 if token_ids:
                     found[token_ids] = None
         return tuple(found)
+
+
+def _encode(tokenizer: Tokenizer, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(field, text, "valid Unicode (no lone surrogates)") from error
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _is_id(value: Any) -> bool:

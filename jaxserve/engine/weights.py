@@ -26,7 +26,11 @@ def as_params(given: Any, current: Params, from_hf_names: Callable[[Mapping[str,
       CheckpointError: listing all that is missing, unexpected or misshapen.
     """
     named = _flat(given)
-    if named and not named.keys() & current.keys():
+    strange = [f"{path or 'params'} is a {type(value).__name__}, not an array" for path, value in named.items()
+               if not hasattr(value, "shape")]
+    if strange:
+        raise CheckpointError("weights do not fit the model: " + "; ".join(strange[:20]))
+    if 2 * len(named.keys() & current.keys()) < len(named):  # not none: "lm_head.weight" is a name of both kinds
         named = from_hf_names(named)
     problems = [f"{path} is missing" for path in current if path not in named]
     problems += [f"{path} is unexpected" for path in named if path not in current]

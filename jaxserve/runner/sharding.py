@@ -27,6 +27,8 @@ def make_mesh(mesh: MeshConfig | Mesh) -> Mesh:
         if TENSOR not in mesh.axis_names or other:
             raise InvalidInputError("mesh", dict(mesh.shape), f'a mesh with one axis "{TENSOR}" (others of size 1)')
         return mesh
+    if not isinstance(mesh, MeshConfig):
+        raise InvalidInputError("mesh", mesh, "a MeshConfig or a jax.sharding.Mesh")
     devices = jax.devices()
     if mesh.tensor > len(devices):
         raise InvalidInputError("mesh.tensor", mesh.tensor, f"at most the {len(devices)} {devices[0].platform} devices")
