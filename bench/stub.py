@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -94,6 +94,8 @@ class _Programs:
             return state, next(results)
 
         return step
+
+    def prefetch(self, buckets: Iterable[Bucket]) -> None: ...
 
     def close(self) -> None: ...
 

@@ -85,7 +85,8 @@ def _show(results: dict[str, Any], notes: list[str]) -> None:
                      max(engine["noise_cores"])])
     report.show(f"{results['num_requests']} requests, {results['num_prompt_tokens']:,} prompt tokens, "
                 f"{results['num_new_tokens']} new tokens each",
-                ["engine", "output tokens/s", "min-max", "jaxserve is", "same outputs / tokens", "noise, cores"], rows, notes)
+                ["engine", "output tokens/s", "min-max", "jaxserve is", "same outputs / tokens", "noise, cores"],
+                rows, notes)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
+from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 
@@ -93,7 +94,9 @@ class LLM:
 
     def start_profile(self, directory: str = "profile") -> None:
         """Records what host and device do, until `stop_profile`, as a trace for xprof or Perfetto."""
-        jax.profiler.start_trace(directory, create_perfetto_trace=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would drown, and slow down, what is to be seen
+        jax.profiler.start_trace(directory, create_perfetto_trace=True, profiler_options=options)
 
     def stop_profile(self) -> None:
         jax.profiler.stop_trace()
@@ -126,9 +129,10 @@ class LLM:
             self._raise_if_all_failed(outputs, request_ids)
             self._finish(outputs, len(request_ids), use_tqdm)
         except BaseException:  # Ctrl-C too: nothing of this call may stay in the engine
-            for request_id in request_ids:
-                self._engine.abort(request_id)
-            self._engine.drain()
+            with interrupts_held():
+                for request_id in request_ids:
+                    self._engine.abort(request_id)
+                self._engine.drain()
             raise
         return [outputs[request_id] for request_id in request_ids]
 
@@ -154,7 +158,8 @@ class LLM:
             outputs[request_id] = RequestOutput(request_id, text, [], [], finished=True, error=error,
                                                 metrics=RequestMetrics(time.monotonic()))
         else:
-            self._engine.add(group, requests)
+            with interrupts_held():
+                self._engine.add(group, requests)
 
     def _raise_if_all_failed(self, outputs: dict[str, RequestOutput], request_ids: list[str]) -> None:
         if request_ids and len(outputs) == len(request_ids):
@@ -167,7 +172,9 @@ class LLM:
         start, num_tokens = time.monotonic(), 0
         with tqdm(total=total, initial=len(outputs), desc="generate", unit="req", disable=not use_tqdm) as bar:
             while len(outputs) < total:
-                for output in self._engine.step():
+                with interrupts_held():
+                    finished = self._engine.step()
+                for output in finished:
                     outputs[output.request_id] = output
                     num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     bar.set_postfix_str(f"{num_tokens / (time.monotonic() - start):.1f} tokens/s", refresh=False)

@@ -106,7 +106,8 @@ class InputProcessor:
             tokenizer = self._need_tokenizer(field, prompt)
             text = tokenizer.chat.render(prompt, **chat_options)
             return text, _encode(tokenizer, text, field, add_special_tokens=False)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and all(_is_id(item) for item in prompt):
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
+        if is_list and all(_is_id(item) for item in prompt):
             return None, [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
         raise InvalidInputError(field, prompt, "a text, token ids (integers) or chat messages")
 

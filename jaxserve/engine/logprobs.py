@@ -10,8 +10,9 @@ import numpy as np
 from jaxserve.request import Logprob, PositionLogprobs
 from jaxserve.text import IncrementalDetokenizer, Tokenizer
 
-HostLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""As `sampling.logprobs.Logprobs`: log-probability [R], rank [R], likeliest ids [R, MAX], their values [R, MAX]."""
+HostLogprobs = tuple[list[float], list[int], np.ndarray, np.ndarray]
+"""As `sampling.logprobs.Logprobs`: log-probability [R], rank [R], likeliest ids [R, MAX], their values [R, MAX]. The
+large ones stay arrays: they are kept until somebody looks at them, which may be never."""
 
 
 class HostCopy:
@@ -25,7 +26,7 @@ class HostCopy:
         if self._copy is None:
             assert self._arrays is not None
             logprobs, ranks, top_ids, top_logprobs = (np.asarray(array) for array in self._arrays)
-            self._copy = logprobs, ranks, top_ids, top_logprobs
+            self._copy = logprobs.tolist(), ranks.tolist(), top_ids, top_logprobs
         return self._copy
 
 
@@ -47,13 +48,16 @@ class SampledLogprobs:
     def add(self, token_id: int, row: int, arrays: HostLogprobs) -> None:
         """One more token, described by this row of the step's arrays."""
         self._pending.append((token_id, row, arrays))
-        self.cumulative += float(arrays[0][row])
+        self.cumulative += arrays[0][row]
 
-    def since(self, first: int) -> list[PositionLogprobs]:
-        """Of tokens first, first + 1, ..."""
+    def since(self, first: int, *, is_end: bool) -> list[PositionLogprobs]:
+        """Of tokens first, first + 1, ...; at the end the last one's text has what the detokenizer still withheld."""
         for token_id, row, arrays in self._pending:
             text = None if self._detokenizer is None else self._detokenizer.append(token_id)
             self._positions.append(_position(token_id, text, row, arrays, self._num_top, self._tokenizer))
+        if is_end and self._pending and self._detokenizer is not None:
+            last = self._positions[-1][self._pending[-1][0]]
+            last.decoded_token = (last.decoded_token or "") + self._detokenizer.finish()
         self._pending.clear()
         return self._positions[first:]
 
@@ -65,7 +69,10 @@ class PromptLogprobs:
         self._num_top, self._tokenizer, self._token_ids = num_top, tokenizer, prompt_token_ids
         self._texts: Sequence[str | None] = [None] * len(prompt_token_ids)
         if tokenizer is not None:
-            self._texts = tokenizer.token_texts(prompt_token_ids, skip_special_tokens=False)
+            # Special tokens aside the texts are the prompt's: a BOS must not count as something to put a space after.
+            texts = tokenizer.token_texts(prompt_token_ids)
+            self._texts = [tokenizer.token_text(token_id) if token_id in tokenizer.all_special_ids else text
+                           for token_id, text in zip(prompt_token_ids, texts, strict=True)]
         self.positions: list[PositionLogprobs | None] = [None]  # nothing predicts the first token
 
     @property
@@ -85,9 +92,11 @@ class PromptLogprobs:
 def _position(token_id: int, text: str | None, row: int, arrays: HostLogprobs, num_top: int,
               tokenizer: Tokenizer | None) -> PositionLogprobs:
     logprobs, ranks, top_ids, top_logprobs = arrays
-    found = {token_id: Logprob(float(logprobs[row]), int(ranks[row]), text)}
-    likeliest = zip(top_ids[row, :num_top].tolist(), top_logprobs[row, :num_top].tolist(), strict=True)
-    for rank, (top_id, logprob) in enumerate(likeliest, start=1):
-        if top_id != token_id:
-            found[top_id] = Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(top_id))
+    found = {token_id: Logprob(logprobs[row], ranks[row], text)}
+    if num_top:
+        text_of = None if tokenizer is None else tokenizer.token_text
+        likeliest = zip(top_ids[row, :num_top].tolist(), top_logprobs[row, :num_top].tolist(), strict=True)
+        for rank, (top_id, logprob) in enumerate(likeliest, start=1):
+            if top_id != token_id:
+                found[top_id] = Logprob(logprob, rank, text_of and text_of(top_id))
     return found

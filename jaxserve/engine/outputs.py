@@ -122,7 +122,8 @@ class Completion:
         first_token, first_char = (self._num_tokens_sent, self._num_chars_sent) if delta else (0, 0)
         token_ids = self.request.output_token_ids
         self._num_tokens_sent, self._num_chars_sent = len(token_ids), len(self.text)
-        logprobs = None if self.logprobs is None else self.logprobs.since(first_token)
+        is_end = self.finish_reason is not None
+        logprobs = None if self.logprobs is None else self.logprobs.since(first_token, is_end=is_end)
         return CompletionOutput(
             self.index, self.text[first_char:], token_ids[first_token:],
             None if self.logprobs is None else self.logprobs.cumulative, logprobs, self.finish_reason, self.stop_reason)

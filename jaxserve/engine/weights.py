@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxserve.errors import CheckpointError
@@ -39,8 +41,13 @@ def as_params(given: Any, current: Params, from_hf_names: Callable[[Mapping[str,
     if problems:
         raise CheckpointError("weights do not fit the model: " + "; ".join(problems[:20]))
     # device_put is free where dtype and sharding agree already.
-    return {path: jax.device_put(jax.numpy.asarray(named[path], array.dtype), array.sharding)
-            for path, array in current.items()}
+    return {path: jax.device_put(_array(named[path], array.dtype), array.sharding) for path, array in current.items()}
+
+
+def _array(value: Any, dtype: Any) -> jax.Array:
+    if isinstance(value, np.ndarray):  # copied: on a CPU JAX would share its memory, which the caller may write to
+        value = value.astype(dtype)
+    return jnp.asarray(value, dtype)
 
 
 def _flat(given: Any) -> dict[str, Any]:

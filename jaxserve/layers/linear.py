@@ -18,7 +18,11 @@ _init_weight = nnx.initializers.normal(stddev=0.02)
 _FEATURE_MAJOR_ROWS = range(2, 65)
 """Numbers of rows at which XLA:CPU is faster at weight . x^T than at x . weight^T, float32: over a whole decoder of
 SmolLM2-135M's shape by a quarter to a third at 8 rows, by a tenth to a fifth at 16 and 32, by a twentieth at 64. At 128
-it is slower; one row is bound by memory either way."""
+it is slower."""
+
+_ONE_ROW_SLICES = 8
+"""XLA:CPU runs a matrix times one vector on one core, but a batch of them on several: the weight's outputs are cut into
+this many slices (1.5 times as fast on two cores, a whole decoder of SmolLM2-135M's shape)."""
 
 
 def project(x: jax.Array, weight: jax.Array, num_in_axes: int = 1, *, keep_axes: bool = False,
@@ -49,9 +53,13 @@ def project(x: jax.Array, weight: jax.Array, num_in_axes: int = 1, *, keep_axes:
 def _dot(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[T, in], [out, in] -> [T, out]."""
     plain = partial(_dot_plain, out_dtype=out_dtype)
-    if x.shape[0] not in _FEATURE_MAJOR_ROWS:
+    if x.shape[0] == 1 and weight.shape[0] % _ONE_ROW_SLICES == 0:
+        on_cpu = _dot_one_row
+    elif x.shape[0] in _FEATURE_MAJOR_ROWS:
+        on_cpu = _dot_feature_major
+    else:
         return plain(x, weight)
-    return lax.platform_dependent(x, weight, cpu=partial(_dot_feature_major, out_dtype=out_dtype), default=plain)
+    return lax.platform_dependent(x, weight, cpu=partial(on_cpu, out_dtype=out_dtype), default=plain)
 
 
 def _dot_plain(x: jax.Array, weight: jax.Array, *, out_dtype: Any) -> jax.Array:
@@ -61,6 +69,14 @@ def _dot_plain(x: jax.Array, weight: jax.Array, *, out_dtype: Any) -> jax.Array:
 def _dot_feature_major(x: jax.Array, weight: jax.Array, *, out_dtype: Any) -> jax.Array:
     y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     return lax.optimization_barrier(y).T  # without the barrier XLA swaps the operands back
+
+
+def _dot_one_row(x: jax.Array, weight: jax.Array, *, out_dtype: Any) -> jax.Array:
+    num_out, num_in = weight.shape
+    slices = weight.reshape(_ONE_ROW_SLICES, num_out // _ONE_ROW_SLICES, num_in)
+    vectors = jnp.broadcast_to(x, (_ONE_ROW_SLICES, num_in))
+    y = lax.dot_general(slices, vectors, (((2,), (1,)), ((0,), (0,))), preferred_element_type=out_dtype)
+    return y.reshape(1, num_out)
 
 
 class Linear(nnx.Module):

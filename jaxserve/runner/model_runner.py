@@ -71,7 +71,13 @@ class ModelRunner:
         ints, floats = self._assembler.assemble(plan, bucket)
         self._state, outputs = self.programs.get(bucket)(self._leaves, self._state, ints, floats)
         outputs.token_ids.copy_to_host_async()
+        if plan.chunks:  # decodes follow: compile their step while this one runs
+            self.programs.prefetch([self.buckets.for_decode(len(plan.rows()))])
         return Dispatched(plan, outputs)
+
+    def is_compiled(self, plan: StepPlan) -> bool:
+        """Whether `dispatch` would start the step without waiting for the compiler."""
+        return self.programs.is_ready(self.buckets.pick(plan))
 
     def warm_up(self) -> float:
         """Compiles everything that any plan can need; returns the seconds it took."""

@@ -38,6 +38,16 @@ class Programs:
         for bucket in buckets:
             self._future(bucket)
 
+    def is_ready(self, bucket: Bucket) -> bool:
+        """Whether `get` would return at once."""
+        future = self._programs.get(bucket)
+        return future is not None and future.done()
+
+    def texts(self) -> dict[Bucket, str]:
+        """The optimised HLO of every program that is ready."""
+        ready = {bucket: future.result() for bucket, future in self._programs.items() if future.done()}
+        return {bucket: program.as_text() or "" for bucket, program in ready.items()}
+
     def get(self, bucket: Bucket) -> Compiled:
         """The bucket's program; waits for it if it is not ready."""
         return self._future(bucket).result()

@@ -52,6 +52,7 @@ class Tokenizer:
         if backend.post_processor is None:
             backend.post_processor = self._bos_eos_processor()
         self._pieces: dict[bool, PieceTable] = {}
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -85,6 +86,12 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token on its own, special ones included, a leading space kept; broken bytes as U+FFFD."""
+        text = self._token_texts.get(token_id)  # asked for 20 alternatives of every token with logprobs
+        if text is None:
+            text = self._token_texts[token_id] = self._text_alone(token_id)
+        return text
+
+    def _text_alone(self, token_id: int) -> str:
         table = self.pieces(skip_special_tokens=False)
         if table.kind is PieceKind.OTHER:
             return self.decode([token_id], skip_special_tokens=False)

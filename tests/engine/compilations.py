@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 
@@ -18,7 +17,7 @@ def count_compilations() -> Iterator[Counter[str]]:
     are new to JAX count too."""
     counts: Counter[str] = Counter()
 
-    def listen(event: str, duration_s: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event in _EVENTS:
             counts[_EVENTS[event]] += 1
 

@@ -87,7 +87,8 @@ def test_n_completions_stream_side_by_side(make_llm, tiny_llm):
 
     async def main():
         llm = make_llm()
-        return await collect(llm, "The", replace(params, output_kind=RequestOutputKind.DELTA)), await collect(llm, "The", params)
+        in_deltas = replace(params, output_kind=RequestOutputKind.DELTA)
+        return await collect(llm, "The", in_deltas), await collect(llm, "The", params)
 
     deltas, cumulative = asyncio.run(main())
     for index, right in enumerate(blocking.outputs):
@@ -164,7 +165,7 @@ def test_bad_prompts_and_used_ids_fail_alone(make_llm):
         for prompt in ("x" * 500, [10**6], [], 5, None, {"prompt": 5}):
             with pytest.raises(InvalidInputError, match="prompt"):
                 await collect(llm, prompt, PARAMS)
-        with pytest.raises(InvalidInputError, match="request_id.*mine"):
+        with pytest.raises(InvalidInputError, match=r"request_id.*mine"):
             await collect(llm, "fox", PARAMS, request_id="mine")
         assert (await running)[-1].outputs[0].finish_reason == "length"
         assert (await collect(llm, "fox", PARAMS, request_id="mine"))[-1].finished, "free again"
@@ -221,7 +222,8 @@ def test_giving_up_on_a_command_does_not_kill_the_engine(make_llm):
         running = asyncio.create_task(collect(llm, "The", PARAMS))
         release = threading.Event()
         blocked = llm._submit(release.wait)
-        givers_up = [asyncio.create_task(coroutine) for coroutine in (llm.abort("x"), llm.update_weights({}), llm.warmup())]
+        commands = llm.abort("x"), llm.update_weights({}), llm.warmup()
+        givers_up = [asyncio.create_task(command) for command in commands]
         await asyncio.sleep(0.05)
         for task in givers_up:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What a caller can get wrong: a jaxserve error with field, value and what is allowed, and nothing else is disturbed."""
+"""What a caller can get wrong: a jaxserve error with field, value and what is allowed; nothing else is disturbed."""
 
 import json
 import math
@@ -91,20 +91,23 @@ def test_conflicting_options(tiny_folder, options, field):
 
 
 def test_memory_for_not_even_two_blocks(tiny_folder):
-    with pytest.raises(OutOfMemoryError, match="kv_cache_memory_bytes=1000.*1000 bytes"):
+    with pytest.raises(OutOfMemoryError, match=r"kv_cache_memory_bytes=1000.*1000 bytes"):
         LLM(str(tiny_folder), kv_cache_memory_bytes=1000)
 
 
 BAD_PARAMS: list = [
     ("n", 0), ("n", 1.5), ("n", True), ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan),
     ("temperature", "hot"), ("temperature", None), ("top_p", 0), ("top_p", 1.1), ("top_p", math.nan), ("top_k", -2),
-    ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("seed", "a"), ("seed", 2**63), ("seed", -(2**64)), ("max_tokens", 0),
+    ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("seed", "a"), ("seed", 2**63), ("seed", -(2**64)),
+    ("max_tokens", 0),
     ("max_tokens", -1), ("max_tokens", 2.0), ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", ""),
-    ("stop", [5]), not_yet("stop", 5), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), not_yet("stop_token_ids", 5),
+    ("stop", [5]), not_yet("stop", 5), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+    not_yet("stop_token_ids", 5),
     ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3), ("frequency_penalty", math.nan),
     ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", math.inf), ("logit_bias", {1: 101}),
     ("logit_bias", {-1: 1}), ("logit_bias", {"a": 1}), ("logit_bias", [1]), ("allowed_token_ids", []),
-    ("allowed_token_ids", [-1]), not_yet("allowed_token_ids", 7), ("bad_words", [""]), ("bad_words", [5]), not_yet("bad_words", 5),
+    ("allowed_token_ids", [-1]), not_yet("allowed_token_ids", 7), ("bad_words", [""]), ("bad_words", [5]),
+    not_yet("bad_words", 5),
     ("logprobs", -1), ("logprobs", 21), ("logprobs", 1.0), ("logprobs", True), ("prompt_logprobs", -1),
     ("prompt_logprobs", 21), not_yet("include_stop_str_in_output", "yes"), not_yet("ignore_eos", 1.5),
     not_yet("skip_special_tokens", None), not_yet("detokenize", "x"), not_yet("output_kind", "delta"),
@@ -131,11 +134,13 @@ def test_good_extremes_are_accepted():
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [
-    ("x" * 500, PromptTooLongError), ([10**6], InvalidInputError), ([-1], InvalidInputError), ([1.5], InvalidInputError),
+    ("x" * 500, PromptTooLongError), ([10**6], InvalidInputError), ([-1], InvalidInputError),
+    ([1.5], InvalidInputError),
     ([True], InvalidInputError), ([[]], InvalidInputError), ([None], InvalidInputError), (5, InvalidInputError),
     (None, InvalidInputError), ({"prompt": 5}, InvalidInputError), ({"text": "a"}, InvalidInputError),
     ({"prompt": "a", "prompt_token_ids": [1]}, InvalidInputError), ([["a", "b"]], InvalidInputError),
-    ([{"role": "user"}], InvalidInputError), ([{"content": "no role"}], InvalidInputError), (b"bytes", InvalidInputError),
+    ([{"role": "user"}], InvalidInputError), ([{"content": "no role"}], InvalidInputError),
+    (b"bytes", InvalidInputError),
     ([[1, "a"]], InvalidInputError), ("\ud800", InvalidInputError),
 ], ids=lambda item: repr(item)[:25])
 def test_bad_prompts(tiny_llm, prompt, kind):
@@ -145,7 +150,7 @@ def test_bad_prompts(tiny_llm, prompt, kind):
 
 
 def test_both_numbers_of_a_long_prompt_are_said(tiny_llm):
-    with pytest.raises(PromptTooLongError, match="129 tokens.*at most 128 tokens"):
+    with pytest.raises(PromptTooLongError, match=r"129 tokens.*at most 128 tokens"):
         tiny_llm.generate([5] * 129, GREEDY, use_tqdm=False)
 
 
@@ -157,7 +162,8 @@ def test_one_bad_prompt_among_good_ones(tiny_llm):
     for i, output in enumerate(outputs):
         assert output.finished
         if i % 2:
-            assert isinstance(output.error, InvalidInputError) and not output.outputs and f"prompts[{i}]" in str(output.error)
+            assert isinstance(output.error, InvalidInputError) and f"prompts[{i}]" in str(output.error)
+            assert not output.outputs
         else:
             assert output.error is None and len(output.outputs[0].token_ids) == 3
 

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from typing import Any
 
 import jax
 import psutil
@@ -10,14 +11,18 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from tests.engine.compilations import count_compilations
 
-MIXTURE = [
+MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.0, "min_p": 0.1, "seed": 4}, {"temperature": 0, "logprobs": 5}, {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 1.0, "min_p": 0.1, "seed": 4}, {"temperature": 0, "logprobs": 5},
+    {"temperature": 1.0, "logprobs": 0},
     {"temperature": 0, "prompt_logprobs": 3}, {"temperature": 0.5, "logprobs": 20, "prompt_logprobs": 20},
-    {"temperature": 0, "repetition_penalty": 1.2}, {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    {"temperature": 0, "logit_bias": {5: 3.0}}, {"temperature": 1.0, "min_tokens": 3}, {"temperature": 0, "bad_words": ["fox"]},
+    {"temperature": 0, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0, "logit_bias": {5: 3.0}}, {"temperature": 1.0, "min_tokens": 3},
+    {"temperature": 0, "bad_words": ["fox"]},
     {"temperature": 0, "bad_words": ["quick brown fox"]}, {"temperature": 1.0, "allowed_token_ids": [5, 6, 7, 8]},
-    {"temperature": 1.0, "n": 3}, {"temperature": 0, "stop": ["o", "xyz"]}, {"temperature": 0, "stop_token_ids": [40, 50]},
+    {"temperature": 1.0, "n": 3}, {"temperature": 0, "stop": ["o", "xyz"]},
+    {"temperature": 0, "stop_token_ids": [40, 50]},
     {"temperature": 1.0, "ignore_eos": True, "detokenize": False},
 ]
 
@@ -26,7 +31,8 @@ def requests(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]], 
     rng = random.Random(seed)
     lengths = [1, longest, *(rng.randint(1, longest) for _ in range(count - 2))]
     prompts = [[rng.randrange(3, 350) for _ in range(length)] for length in lengths]
-    return prompts, [SamplingParams(**({"max_tokens": rng.randint(4, 12)} | MIXTURE[i % len(MIXTURE)])) for i in range(count)]
+    options: list[Any] = [{"max_tokens": rng.randint(4, 12)} | MIXTURE[i % len(MIXTURE)] for i in range(count)]
+    return prompts, [SamplingParams(**each) for each in options]
 
 
 def run(llm: LLM, prompts, params) -> None:
@@ -36,8 +42,7 @@ def run(llm: LLM, prompts, params) -> None:
 
 @pytest.fixture(scope="module")
 def warm(wide_llm):
-    """Programs after warm-up: one for each bucket. Only the first test of this module sees what the very first request
-    after warm-up compiles, so it comes with a fresh engine."""
+    """After warm-up there is one program for each bucket."""
     programs = wide_llm._engine.runner.programs
     print(f"warm-up: {programs.num_compiled} programs, {len(wide_llm._engine.runner.buckets.all())} buckets")
     assert programs.num_compiled == len(wide_llm._engine.runner.buckets.all()) == 7

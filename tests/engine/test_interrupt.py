@@ -1,6 +1,7 @@
 """Ctrl-C: the process ends soon, in whatever phase it was, and no thread keeps it alive."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from jaxserve import SamplingParams
 from tests.conftest import TINY_OPTIONS
 
 PROGRAM = """
@@ -56,3 +58,28 @@ def test_ctrl_c_ends_generate(tiny_folder, phase):
     print(f"{phase}: ended after {seconds:.1f} s")
     assert process.returncode == 0 and out.endswith("interrupted\n"), err[-2000:]
     assert seconds < 30
+
+
+def test_ctrl_c_at_any_moment_leaves_a_working_engine(tiny_llm):
+    """A step that is left half way would lose the donated caches, or blocks."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[5, 6, 7], [9, 8]] * 3
+    expected = [output.outputs[0].token_ids for output in tiny_llm.generate(prompts, params, use_tqdm=False)]
+    rng, num_interrupts = random.Random(0), 0
+    previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        for _ in range(30):
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.04))
+            try:
+                tiny_llm.generate(prompts, params, use_tqdm=False)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            scheduler = tiny_llm._engine.scheduler
+            scheduler.check_integrity()
+            assert not scheduler.has_requests and scheduler.pool.num_used == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert num_interrupts > 10
+    assert [output.outputs[0].token_ids for output in tiny_llm.generate(prompts, params, use_tqdm=False)] == expected

@@ -11,8 +11,9 @@ from tests.engine.conftest import WIDE_OPTIONS
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 350) for _ in range(length)]
            for length in [1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 100, 150, 7, 7, 200, 50, 4, 90, 12, 5]]
-PARAMS = [SamplingParams(temperature=0.9 if i % 2 else 0.0, seed=i if i % 2 else None, max_tokens=10 + i, ignore_eos=True,
-                         repetition_penalty=1.2 if i % 5 == 0 else 1.0, top_p=0.9 if i % 7 == 0 else 1.0,
+PARAMS = [SamplingParams(temperature=0.9 if i % 2 else 0.0, seed=i if i % 2 else None, max_tokens=10 + i,
+                         ignore_eos=True, repetition_penalty=1.2 if i % 5 == 0 else 1.0,
+                         top_p=0.9 if i % 7 == 0 else 1.0,
                          min_tokens=3 if i % 3 == 0 else 0) for i in range(len(PROMPTS))]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flax import nnx
 
+from convert.load import aligned_empty
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.errors import CheckpointError
 from jaxserve.models.params import flatten, model_from_params
@@ -78,8 +79,8 @@ def forms(llm: LLM, params: dict[str, jax.Array]) -> dict:
         for key in inner:
             node = node.setdefault(key, {})
         node[leaf] = array
-    return {"module": module, "state": nnx.state(module), "params state": nnx.state(module, nnx.Param), "dotted": dict(params),
-            "nested": nested, "pure dict": nnx.to_pure_dict(nnx.state(module))}
+    return {"module": module, "state": nnx.state(module), "params state": nnx.state(module, nnx.Param),
+            "dotted": dict(params), "nested": nested, "pure dict": nnx.to_pure_dict(nnx.state(module))}
 
 
 @pytest.mark.parametrize("form", ["module", "state", "params state", "dotted", "nested", "pure dict"])
@@ -135,6 +136,21 @@ def test_other_dtypes_are_converted(llm, other):
     llm.update_weights(old)
 
 
+def test_numpy_arrays_stay_the_callers(llm, other, expected):
+    """On a CPU JAX may share the memory of an aligned numpy array."""
+    old = llm._engine.runner.params()
+    given = {path: aligned_empty(array.shape, np.float32) for path, array in other.items()}
+    for path, array in given.items():
+        array[...] = other[path]
+    with count_compilations() as counts:
+        llm.update_weights(given)
+    assert not counts["compiled"]
+    for array in given.values():
+        array[...] = 7
+    assert tokens(llm) == expected[1]
+    llm.update_weights(old)
+
+
 def test_a_trained_step_is_used(llm, expected):
     """What RL trainers do: a gradient step on the very module, then generate."""
     old = llm._engine.runner.params()
@@ -176,8 +192,10 @@ def bad_weights(other, hf_weights) -> dict:
     }
 
 
-@pytest.mark.parametrize("kind", bad_weights({"norm.weight": 0, "layers.1.mlp.down.weight": 0, "embed.weight": np.ones((1, 1))},
-                                             {"model.norm.weight": 0}))
+_ANY = {"norm.weight": 0, "layers.1.mlp.down.weight": 0, "embed.weight": np.ones((1, 1))}
+
+
+@pytest.mark.parametrize("kind", bad_weights(_ANY, {"model.norm.weight": 0}))
 def test_wrong_weights_are_one_error_and_the_old_ones_stay(llm, other, hf_weights, expected, kind):
     given, named = bad_weights(other, hf_weights)[kind]
     with pytest.raises(CheckpointError) as caught:
@@ -202,7 +220,7 @@ def test_running_requests_go_on_with_the_new_weights(tiny_folder, other, other_f
                 return seen[i]
 
             tasks = [asyncio.create_task(one(i)) for i in range(len(PROMPTS))]
-            while min((len(seen.get(i, ())) for i in range(len(PROMPTS)))) < 5:
+            while min(len(seen.get(i, ())) for i in range(len(PROMPTS))) < 5:
                 await asyncio.sleep(0.001)
             with count_compilations() as counts:
                 await llm.update_weights(other)

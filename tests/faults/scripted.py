@@ -50,8 +50,9 @@ class Vocabulary:
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([EOS])
         self.tokenizer = Tokenizer(backend, {"eos_token": EOS})
-        self.eos = self.tokenizer.eos_token_id
-        assert self.eos is not None
+        eos = self.tokenizer.eos_token_id
+        assert eos is not None
+        self.eos: int = eos
 
     def ids(self, *pieces: str | bytes) -> list[int]:
         """One id for each piece, which must be a token."""
@@ -92,7 +93,7 @@ def scripted_serving(vocabulary: Vocabulary, scripts: Mapping[str, Sequence[int]
     eos = [vocabulary.eos] if eos_token_ids is None else eos_token_ids
     inputs = InputProcessor(vocabulary.tokenizer, vocab_size=vocabulary.tokenizer.vocab_size, seed=0,
                             max_model_len=max_model_len, capacity_tokens=scheduler.capacity_tokens,
-                            eos_token_ids=[token_id for token_id in eos if token_id is not None])
+                            eos_token_ids=eos)
     model: Any = None
     return Serving(engine, inputs, vocabulary.tokenizer, model, EngineConfig(), SamplingParams())
 

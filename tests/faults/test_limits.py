@@ -1,6 +1,8 @@
 """H08, H10, H17: prompts at the limits, ids outside the vocabulary, and a cache that is too small."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ def prompt_of(num_tokens: int) -> list[int]:
     return [3 + (7 * i) % 300 for i in range(num_tokens)]
 
 
-@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 1}, {"max_tokens": None}, {"logprobs": 2, "seed": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 1}, {"max_tokens": None}, {"logprobs": 2, "seed": 1}],
+                         ids=str)
 def test_h08_prompts_around_max_model_len(tiny_llm, options):
     params = SamplingParams(**({"temperature": 0, "max_tokens": 1, "ignore_eos": True} | options))
     for num_tokens in (LIMIT - 1, LIMIT):
@@ -41,9 +44,10 @@ def test_h08_the_first_token_of_a_full_prompt_is_the_right_one(tiny_llm, tiny_re
     assert output.outputs[0].token_ids == reference_greedy(tiny_reference, prompt_of(LIMIT), 1)
 
 
-@pytest.mark.parametrize(("bias", "shown"), [({355: 1.0}, "355"), ({"355": 1.0}, "355"), ({-1: 1.0}, "-1"), ({"-1": 1}, "-1"),
-                                             ({"word": 1.0}, "word"), ({3: math.nan}, "nan"), ({3: 101}, "101"),
-                                             ({3: None}, "None"), ({3.5: 1}, "3.5"), ([3, 1], "3"), ({True: 1}, "True")], ids=str)
+@pytest.mark.parametrize(("bias", "shown"), [
+    ({355: 1.0}, "355"), ({"355": 1.0}, "355"), ({-1: 1.0}, "-1"), ({"-1": 1}, "-1"), ({"word": 1.0}, "word"),
+    ({3: math.nan}, "nan"), ({3: 101}, "101"), ({3: None}, "None"), ({3.5: 1}, "3.5"), ([3, 1], "3"),
+    ({True: 1}, "True")], ids=str)
 def test_h10_bad_logit_bias_is_refused_by_name(tiny_llm, bias, shown):
     with pytest.raises(InvalidInputError, match="logit_bias") as caught:
         tiny_llm.generate("The", SamplingParams(logit_bias=bias), use_tqdm=False)
@@ -67,20 +71,20 @@ def test_h10_bad_prompt_ids_are_refused(tiny_llm, token_id):
 def test_h10_other_lists_of_ids_are_checked_too(tiny_llm, name):
     for bad in ([5, 10**6], [-1], ["a"], [1.5]):
         with pytest.raises(InvalidInputError, match=name):
-            tiny_llm.generate("The", SamplingParams(**{name: bad}), use_tqdm=False)
+            options: dict[str, Any] = {name: bad}
+            tiny_llm.generate("The", SamplingParams(**options), use_tqdm=False)
 
 
 def test_h10_an_empty_bias_is_none_and_100_decides(tiny_llm):
     plain, = tiny_llm.generate("The", GREEDY, use_tqdm=False)
-    empty, = tiny_llm.generate("The", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={}), use_tqdm=False)
+    empty, = tiny_llm.generate("The", replace(GREEDY, logit_bias={}), use_tqdm=False)
     assert empty.outputs[0].token_ids == plain.outputs[0].token_ids
-    forced, = tiny_llm.generate("The", SamplingParams(temperature=0, max_tokens=4, logit_bias={"77": 100}, logprobs=5),
-                                use_tqdm=False)
+    forced, = tiny_llm.generate("The", replace(GREEDY, logit_bias={77: 100}, logprobs=5), use_tqdm=False)
     assert forced.outputs[0].token_ids == [77] * 4
     assert all(math.isfinite(entry.logprob) for position in forced.outputs[0].logprobs for entry in position.values())
     assert math.isfinite(forced.outputs[0].cumulative_logprob)
-    only, = tiny_llm.generate("The", SamplingParams(temperature=1.5, seed=1, max_tokens=20, allowed_token_ids=[70, 71]),
-                              use_tqdm=False)
+    params = SamplingParams(temperature=1.5, seed=1, max_tokens=20, allowed_token_ids=[70, 71])
+    only, = tiny_llm.generate("The", params, use_tqdm=False)
     assert set(only.outputs[0].token_ids) == {70, 71}
 
 
@@ -89,7 +93,8 @@ def test_h17_a_prompt_larger_than_the_pool_does_not_block_the_queue(overlap):
     """8 blocks of 4 tokens (and the null block), max_model_len 64; a byte of the prompts is a token."""
     with scripted_llm(Vocabulary([]), {}, overlap=overlap, num_blocks=9, max_model_len=64, eos_token_ids=[]) as llm:
         big, *short = llm.generate(["x" * 40, "x" * 5, "y" * 6], GREEDY, use_tqdm=False)
-        assert isinstance(big.error, PromptTooLongError) and "40 tokens" in str(big.error) and "32 tokens" in str(big.error)
+        assert isinstance(big.error, PromptTooLongError)
+        assert "40 tokens" in str(big.error) and "32 tokens" in str(big.error)
         assert all(len(output.outputs[0].token_ids) == 4 for output in short)
         long = SamplingParams(temperature=0, max_tokens=60)
         lone, = llm.generate("x" * 5, long, use_tqdm=False)

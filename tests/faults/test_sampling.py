@@ -1,6 +1,7 @@
 """H04, H05, H11: seeds, penalties and tiny temperatures, through the whole engine."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +31,17 @@ def test_h04_a_seed_holds_whatever_shares_the_batch(tiny_llm, seed):
         neighbours.append(second)
     assert len({tuple(ids) for ids in neighbours}) > 1, "without a seed it varies"
     assert tokens(tiny_llm, [OTHER, PROMPT], [unseeded, seeded])[1] == alone
-    assert tokens(tiny_llm, [PROMPT, OTHER], [seeded, SamplingParams(temperature=1.2, seed=7, max_tokens=3)])[0] == alone
-    crowd = tokens(tiny_llm, [OTHER, PROMPT, "x" * 100, PROMPT, OTHER, PROMPT], [greedy, seeded, unseeded, seeded, greedy, seeded])
+    short = SamplingParams(temperature=1.2, seed=7, max_tokens=3)
+    assert tokens(tiny_llm, [PROMPT, OTHER], [seeded, short])[0] == alone
+    crowd = tokens(tiny_llm, [OTHER, PROMPT, "x" * 100, PROMPT, OTHER, PROMPT],
+                   [greedy, seeded, unseeded, seeded, greedy, seeded])
     assert crowd[1] == crowd[3] == crowd[5] == alone
     other_seed = SamplingParams(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True)
     assert tokens(tiny_llm, PROMPT, other_seed)[0] != alone
 
 
-def expected_with_penalties(reference, prompt_ids: list[int], num_new: int, *, repetition: float = 1.0, presence: float = 0.0,
-                            frequency: float = 0.0) -> list[int]:
+def expected_with_penalties(reference, prompt_ids: list[int], num_new: int, *, repetition: float = 1.0,
+                            presence: float = 0.0, frequency: float = 0.0) -> list[int]:
     """A greedy loop with Hugging Face's repetition penalty and OpenAI's other two."""
     generated: list[int] = []
     processor = RepetitionPenaltyLogitsProcessor(repetition)
@@ -60,10 +63,11 @@ def test_h05_penalties_count_what_they_should(request, tiny_reference, fixture):
     """With preemptions too: the counts of a request that comes back are made anew from its tokens."""
     llm = request.getfixturevalue(fixture)
     tokenizer = llm.get_tokenizer()
-    prompts = ["fox fox fox the", "Numbers 0 1 2 3 3 3 3" * 2, "a", "The quick brown fox jumps over", "日本語日本語", "aaaaaa"]
+    prompts = ["fox fox fox the", "Numbers 0 1 2 3 3 3 3" * 2, "a", "The quick brown fox jumps over", "日本語日本語",
+               "aaaaaa"]
     prompts = [prompt + " 0123456789" * 2 for prompt in prompts]
-    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True,
-                             **{f"{name}_penalty": value for name, value in penalties.items()}) for penalties in PENALTIES]
+    options: list[Any] = [{f"{name}_penalty": value for name, value in penalties.items()} for penalties in PENALTIES]
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **each) for each in options]
     before = llm._engine.scheduler.num_preemptions
     found = tokens(llm, prompts, params)
     for prompt, penalties, ids in zip(prompts, PENALTIES, found, strict=True):
@@ -78,13 +82,14 @@ def test_h05_the_first_step_already_penalises_the_prompt_and_only_for_repetition
     ids[1:1] = [best] * 3  # now the prompt has the likeliest token, perhaps no longer likeliest
     logits = reference_logprobs(tiny_reference, ids)[-1]
     for name, changes in (("repetition_penalty", True), ("presence_penalty", False), ("frequency_penalty", False)):
-        params = SamplingParams(temperature=0, max_tokens=1, **{name: 2.0})
+        option: dict[str, Any] = {name: 2.0}
+        params = SamplingParams(temperature=0, max_tokens=1, **option)
         token = tokens(tiny_llm, [ids], params)[0]
         if not changes:
             assert token == [int(torch.argmax(logits))]
     # Raw log-probabilities are reported, whatever the penalties.
-    output, = tiny_llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, repetition_penalty=2.0, logprobs=0),
-                                use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=1, repetition_penalty=2.0, logprobs=0)
+    output, = tiny_llm.generate([ids], params, use_tqdm=False)
     token_id = output.outputs[0].token_ids[0]
     assert output.outputs[0].logprobs[0][token_id].logprob == pytest.approx(logits[token_id].item(), abs=1e-4)
 

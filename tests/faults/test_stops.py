@@ -61,7 +61,8 @@ def test_h01_an_end_token_releases_what_was_withheld():
 
 
 def test_h01_many_requests_side_by_side_do_not_disturb_each_other():
-    scripts = {letter: VOCABULARY.ids(*(["word"] * i), "DEF", "G", "HI", "J", "K") for i, letter in enumerate("abcdefg")}
+    scripts = {letter: VOCABULARY.ids(*(["word"] * i), "DEF", "G", "HI", "J", "K")
+               for i, letter in enumerate("abcdefg")}
     for i, answer in enumerate(answers(VOCABULARY, scripts, params(stop="DEFGHIJ"))):
         assert answer.text == "word" * i and answer.stop_reason == "DEFGHIJ"
 

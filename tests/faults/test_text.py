@@ -1,6 +1,7 @@
 """H02, H03, H09, H12: bytes that are no text, texts of single tokens, and who writes the BOS."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests.text.conftest import sentencepiece_backend
 from tests.tiny import make_tiny_model, reference_logprobs, save_tokenizer, tiny_tokenizer
 
 EMOJI, CHAR = "😀".encode(), "日".encode()
-VOCABULARY = Vocabulary([CHAR[:2], CHAR[1:], EMOJI[:2], EMOJI[2:], EMOJI[:3], b"\xff\xfe", "Hello", " world", b" \xf0\x9f"])
+VOCABULARY = Vocabulary([CHAR[:2], CHAR[1:], EMOJI[:2], EMOJI[2:], EMOJI[:3], b"\xff\xfe", "Hello", " world",
+                         b" \xf0\x9f"])
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -40,7 +42,8 @@ def test_h02_broken_utf8_neither_raises_nor_disturbs_a_neighbour(pieces):
 
 
 def test_h02_a_length_limit_inside_a_character_ends_it_cleanly():
-    answer, = answers(VOCABULARY, {"a": VOCABULARY.ids("H", EMOJI[:2], EMOJI[2:])}, SamplingParams(temperature=0, max_tokens=2))
+    script = VOCABULARY.ids("H", EMOJI[:2], EMOJI[2:])
+    answer, = answers(VOCABULARY, {"a": script}, SamplingParams(temperature=0, max_tokens=2))
     assert answer.text == "H�" and answer.finish_reason == "length"
 
 
@@ -59,12 +62,14 @@ def small_sentencepiece(num_tokens: int) -> Tokenizer:
     return Tokenizer(Backend.from_str(json.dumps(content)), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-@pytest.mark.parametrize("prompt", ["\n1. one\n2. two 3", "\n\n\n10 2024\n", "Hello  world", "naïve 日 café 3"], ids=repr)
+@pytest.mark.parametrize("prompt", ["\n1. one\n2. two 3", "\n\n\n10 2024\n", "Hello  world", "naïve 日 café 3"],
+                         ids=repr)
 def test_h03_prompt_logprobs_are_those_of_the_tokens_that_are_there(tiny_llm, tiny_reference, monkeypatch, prompt):
     tokenizer = small_sentencepiece(tiny_llm._serving.model.vocab_size)
     monkeypatch.setattr(tiny_llm._serving.inputs, "tokenizer", tokenizer)
     monkeypatch.setattr(tiny_llm._engine, "tokenizer", tokenizer)
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, prompt_logprobs=1,
+                            skip_special_tokens=False)
     output, = tiny_llm.generate(prompt, params, use_tqdm=False)
     ids, completion = output.prompt_token_ids, output.outputs[0]
     assert ids[0] == 1 and ids.count(1) == 1, "one BOS"
@@ -75,7 +80,8 @@ def test_h03_prompt_logprobs_are_those_of_the_tokens_that_are_there(tiny_llm, ti
     for position, (token_id, entry) in enumerate(zip(all_ids[1:], entries[1:], strict=True)):
         assert entry[token_id].logprob == pytest.approx(reference[position, token_id].item(), abs=1e-4)
         assert int(torch.argmax(reference[position])) in entry
-        assert entry[token_id].decoded_token == tokenizer.token_text(token_id)
+    texts = [entry[token_id].decoded_token for token_id, entry in zip(all_ids[1:], entries[1:], strict=True)]
+    assert "".join(texts[: len(ids) - 1]) == prompt and "".join(texts[len(ids) - 1 :]) == completion.text
 
 
 def bos_folder(tmp_path_factory, template: str):
@@ -90,8 +96,9 @@ def bos_folder(tmp_path_factory, template: str):
 BODY = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
-@pytest.mark.parametrize(("template", "num_bos"), [("{{ bos_token }}" + BODY, 1), (BODY, 0)], ids=["with BOS", "without"])
-def test_h12_the_template_alone_decides_on_the_bos_of_a_chat(tiny_llm, tmp_path_factory, monkeypatch, template, num_bos):
+@pytest.mark.parametrize(("template", "num_bos"), [("{{ bos_token }}" + BODY, 1), (BODY, 0)],
+                         ids=["with BOS", "without"])
+def test_h12_the_template_decides_on_the_bos_of_a_chat(tiny_llm, tmp_path_factory, monkeypatch, template, num_bos):
     tokenizer = Tokenizer.from_folder(bos_folder(tmp_path_factory, template))
     monkeypatch.setattr(tiny_llm._serving.inputs, "tokenizer", tokenizer)
     chat = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "fox"}]
@@ -106,7 +113,8 @@ def test_h12_the_template_alone_decides_on_the_bos_of_a_chat(tiny_llm, tmp_path_
 
 
 def test_h09_an_empty_prompt_is_an_error_or_one_bos(tiny_llm, tmp_path_factory, monkeypatch):
-    for empty in ("", {"prompt": ""}, {"prompt_token_ids": []}, [[]], [""]):
+    empties: tuple[Any, ...] = ("", {"prompt": ""}, {"prompt_token_ids": []}, [[]], [""])
+    for empty in empties:
         with pytest.raises(InvalidInputError, match="at least one token"):
             tiny_llm.generate(empty, GREEDY, use_tqdm=False)
         assert tiny_llm.generate("The", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
