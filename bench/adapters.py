@@ -20,7 +20,7 @@ Prompts = Sequence[list[int]]
 class BatchEngine(Protocol):
     """Answers many prompts at once. Made with a checkpoint's path and the engine's own options."""
 
-    def warm_up(self, prompts: Prompts) -> None:
+    def warm_up(self, prompts: Prompts, num_new_tokens: int) -> None:
         """Whatever an engine does only once, so that it is not measured."""
 
     def generate(self, prompts: Prompts, num_new_tokens: int) -> list[list[int]]:
@@ -32,7 +32,7 @@ class BatchEngine(Protocol):
 class StreamEngine(Protocol):
     """Answers one prompt, token by token."""
 
-    def warm_up(self, prompts: Prompts) -> None: ...
+    def warm_up(self, prompts: Prompts, num_new_tokens: int) -> None: ...
 
     def stream(self, prompt: list[int], num_new_tokens: int) -> tuple[list[int], list[float]]:
         """The tokens, and when each was there: seconds since the call."""
@@ -50,9 +50,8 @@ class Jaxserve:
     def __init__(self, model: str | None, **options: Any):
         self.llm = LLM(model, **options)
 
-    def warm_up(self, prompts: Prompts) -> None:
-        self.llm.warmup()
-        self.generate(prompts, 4)
+    def warm_up(self, prompts: Prompts, num_new_tokens: int) -> None:
+        self.generate(prompts, num_new_tokens)  # the same work once: it compiles just what it needs
 
     def generate(self, prompts: Prompts, num_new_tokens: int) -> list[list[int]]:
         outputs = self.llm.generate([list(prompt) for prompt in prompts], _greedy(num_new_tokens), use_tqdm=False)
@@ -77,9 +76,8 @@ class JaxserveStream:
     def __init__(self, model: str | None, **options: Any):
         self._llm = AsyncLLM(model, **options)
 
-    def warm_up(self, prompts: Prompts) -> None:
-        asyncio.run(self._llm.warmup())
-        self.stream(prompts[0], 4)
+    def warm_up(self, prompts: Prompts, num_new_tokens: int) -> None:
+        self.stream(prompts[0], num_new_tokens)
 
     def stream(self, prompt: list[int], num_new_tokens: int) -> tuple[list[int], list[float]]:
         return asyncio.run(self._stream(prompt, num_new_tokens))
@@ -113,7 +111,7 @@ class Transformers:
         self.model = load_transformers(open_model(model))
         self._options = options
 
-    def warm_up(self, prompts: Prompts) -> None:
+    def warm_up(self, prompts: Prompts, num_new_tokens: int) -> None:
         self.generate(prompts[:2], 4)
 
     def generate(self, prompts: Prompts, num_new_tokens: int) -> list[list[int]]:

@@ -56,7 +56,7 @@ def _measure(args: Any) -> dict[str, int]:
     options = dict(args.engine_options) if args.measure == "jaxserve" else {}
     engine = adapters.BATCH[args.measure](args.model, **options)
     found["loaded"] = _status("VmRSS")
-    engine.warm_up(work.prompts)
+    engine.warm_up(work.prompts, work.num_new_tokens)
     found["warm"] = _status("VmRSS")
     engine.generate(work.prompts, work.num_new_tokens)
     found["peak"] = _status("VmHWM")

@@ -95,6 +95,9 @@ class _Programs:
 
         return step
 
+    def is_ready(self, bucket: Bucket) -> bool:
+        return True
+
     def prefetch(self, buckets: Iterable[Bucket]) -> None: ...
 
     def close(self) -> None: ...

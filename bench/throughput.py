@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     engines = {name: adapters.BATCH[name](args.model, **(args.engine_options if name == "jaxserve" else {}))
                for name in args.engines}
     for engine in engines.values():
-        engine.warm_up(work.prompts)
+        engine.warm_up(work.prompts, work.num_new_tokens)
     gc.freeze()  # transformers' continuous batching collects garbage in every call, which costs a second otherwise
     samples = report.in_turn(args.engines, args.repeat, lambda name: _run(engines[name], work))
     for engine in engines.values():

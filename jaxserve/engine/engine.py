@@ -40,6 +40,7 @@ class Engine:
         self.stats = EngineStats()
         self._overlap = overlap
         self._ahead: Dispatched | None = None
+        self._postponed: StepPlan | None = None
         self._undelivered: list[RequestOutput] = []
         self._completions: dict[Request, Completion] = {}
         self._groups: dict[str, RequestGroup] = {}
@@ -75,7 +76,12 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plans and dispatches a step, then reads the one before it (without overlap: this one)."""
         with jax.profiler.TraceAnnotation("schedule"):
-            plan = self.scheduler.schedule()
+            plan = self._next_plan()
+        if self._ahead is not None and not plan.is_empty and not self.runner.is_compiled(plan):
+            # Tokens that are there already do not wait for the compiler: the plan is dispatched by the next call.
+            self._postponed = plan
+            self.drain()
+            plan = StepPlan()
         with jax.profiler.TraceAnnotation("step"):
             dispatched = None if plan.is_empty else self._dispatch(plan)
         if self._overlap:
@@ -96,8 +102,18 @@ class Engine:
         """Continues with other weights. What the cache holds was computed with the old ones, so running requests
         compute their tokens again."""
         self.drain()
+        if self._postponed is not None:
+            self._ahead = self._dispatch(self._next_plan())
+            self.drain()
         self.scheduler.recompute_all()
         self.runner.set_params(params)
+
+    def _next_plan(self) -> StepPlan:
+        plan, self._postponed = self._postponed, None
+        if plan is None:
+            return self.scheduler.schedule()
+        plan.drop_finished()
+        return plan
 
     def _dispatch(self, plan: StepPlan) -> Dispatched:
         for chunk in plan.chunks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -34,7 +35,12 @@ class ParamSpec:
 
 
 def abstract_model(config: ModelConfig, *, tensor_parallel_size: int = 1, dtype: Any = jnp.float32) -> Decoder:
-    """A decoder whose parameters are `jax.ShapeDtypeStruct`s."""
+    """A decoder whose parameters are `jax.ShapeDtypeStruct`s. The same one for the same arguments: do not change it."""
+    return _abstract_model(config, tensor_parallel_size, jnp.dtype(dtype))
+
+
+@lru_cache(maxsize=4)  # asked for by loader, runner and checks; tracing all the initialisers takes half a second
+def _abstract_model(config: ModelConfig, tensor_parallel_size: int, dtype: jnp.dtype) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, tensor_parallel_size=tensor_parallel_size, dtype=dtype,
                                           rngs=nnx.Rngs(0)))
 

@@ -76,8 +76,10 @@ class ModelRunner:
         return Dispatched(plan, outputs)
 
     def is_compiled(self, plan: StepPlan) -> bool:
-        """Whether `dispatch` would start the step without waiting for the compiler."""
-        return self.programs.is_ready(self.buckets.pick(plan))
+        """Whether `dispatch` would start the step without waiting for the compiler; if not, that begins its work."""
+        bucket = self.buckets.pick(plan)
+        self.programs.prefetch([bucket])
+        return self.programs.is_ready(bucket)
 
     def warm_up(self) -> float:
         """Compiles everything that any plan can need; returns the seconds it took."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from jax.stages import Compiled
 
+from jaxserve.compat import return_freed_memory
 from jaxserve.runner.buckets import Bucket
 
 logger = logging.getLogger(__name__)
@@ -69,5 +70,6 @@ class Programs:
     def _timed_compile(self, bucket: Bucket) -> Compiled:
         start = time.monotonic()
         program = self._compile_bucket(bucket)
+        return_freed_memory()
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - start)
         return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 
 from jaxserve.request import Request
 
@@ -45,6 +46,14 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not self.decodes and not self.chunks
+
+    def drop_finished(self) -> None:
+        """Leaves out requests that have ended since the plan was made."""
+        kept = [not request.is_finished for request in self.decodes]
+        self.positions = list(compress(self.positions, kept))
+        self.from_device = list(compress(self.from_device, kept))
+        self.decodes = list(compress(self.decodes, kept))
+        self.chunks = [chunk for chunk in self.chunks if not chunk.request.is_finished]
 
     def rows(self) -> list[Request]:
         """The requests in the order of the step's sequence rows."""
