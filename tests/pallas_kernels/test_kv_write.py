@@ -1,6 +1,7 @@
 """kv_write: the right slots, nothing else, and no copy of the cache."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def test_donated_caches_are_written_in_place(num_tokens, ragged):
     q = jax.ShapeDtypeStruct((num_tokens, 3, 3, 64), jnp.float32)
     shapes = ((num_seqs, 16), (num_seqs,), (num_tokens,))
     tables, lens, slots = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-    compiled = jax.jit(step, donate_argnums=0).lower([(cache, cache)] * 2, q, tables, lens, slots).compile()
+    compiled: Any = jax.jit(step, donate_argnums=0).lower([(cache, cache)] * 2, q, tables, lens, slots).compile()
     sizes = f"({num_blocks},16|{num_blocks * 16}),"
     assert not re.findall(rf"= f32\[{sizes}[^ ]* copy\(.*", compiled.as_text())
     memory = compiled.memory_analysis()
@@ -72,7 +73,7 @@ def test_donated_caches_are_written_in_place(num_tokens, ragged):
 )
 def test_bad_input_is_named(change, message):
     shapes = {"k": (4, 3, 8), "v": (4, 3, 8), "k_cache": (9, 16, 3, 8), "v_cache": (9, 16, 3, 8)}
-    arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
+    arrays: dict[str, Any] = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     slots = jnp.zeros(change.get("slot_mapping", (4,)), jnp.int32)
     with pytest.raises(ValueError, match=message):
         kv_write(**arrays, slot_mapping=slots)

@@ -1,6 +1,7 @@
 """Paged attention against dense attention in numpy, with NaN in every slot that nothing may read."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,7 @@ def test_order_of_sequences_does_not_change_a_row():
 def test_bad_input_is_named(change, message):
     shapes = {"q": (6, 3, 3, 64), "k_cache": (9, 16, 3, 64), "v_cache": (9, 16, 3, 64)}
     tables = {"block_tables": (6, 4), "context_lens": (6,)}
-    arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
+    arrays: dict[str, Any] = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     arrays |= {name: jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in tables.items()}
     options = {name: value for name, value in change.items() if name not in arrays}
     with pytest.raises(ValueError, match=message):
@@ -169,6 +170,7 @@ def test_bad_input_is_named(change, message):
 
 
 def test_indices_must_be_int32():
-    caches = [jnp.zeros((9, 16, 3, 64))] * 2
+    cache = jnp.zeros((9, 16, 3, 64))
+    lens = jnp.zeros(6, jnp.int32)
     with pytest.raises(ValueError, match=r"block_tables.*int32"):
-        paged_attention_decode(jnp.zeros((6, 3, 3, 64)), *caches, jnp.zeros((6, 4)), jnp.zeros(6, jnp.int32), scale=1.0)
+        paged_attention_decode(jnp.zeros((6, 3, 3, 64)), cache, cache, jnp.zeros((6, 4)), lens, scale=1.0)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def test_state_passes_in_place():
         return token_ids, state, logprobs(logits, token_ids, inputs.wants_logprobs)
 
     arguments = jnp.ones((num_rows, vocab_size)), make_inputs(num_rows), init_state(num_slots, vocab_size)
-    compiled = jax.jit(step, donate_argnums=2).lower(*arguments).compile()
+    compiled: Any = jax.jit(step, donate_argnums=2).lower(*arguments).compile()
     made = re.findall(rf"= \S*\[{num_slots + 1},{vocab_size}\]\S* ([\w-]+)\(.*", compiled.as_text())
     assert "copy" not in made and "copy-start" not in made
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[2]))

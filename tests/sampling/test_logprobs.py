@@ -1,5 +1,7 @@
 """Log-probabilities, ranks and alternatives, against torch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,10 +43,9 @@ def test_nobody_asks():
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(16, 64), (150, 64)])
 def test_prompt_logprobs_in_chunks(num_tokens, chunk):
     rng = np.random.default_rng(0)
-    hidden, weight = rng.normal(size=(num_tokens, 8)), rng.normal(size=(300, 8))
-    hidden, weight = jnp.asarray(hidden, jnp.float32), jnp.asarray(weight, jnp.float32)
+    hidden, weight = (jnp.asarray(rng.normal(size=(size, 8)), jnp.float32) for size in (num_tokens, 300))
     target_ids = jnp.asarray(rng.integers(0, 300, num_tokens))
-    run = jax.jit(lambda n: prompt_logprobs(hidden, lambda rows: rows @ weight.T, target_ids, n, chunk))
+    run: Any = jax.jit(lambda n: prompt_logprobs(hidden, lambda rows: rows @ weight.T, target_ids, n, chunk))
     for num_rows in (num_tokens, num_tokens // 2 + 1, 1, 0):
         got = run(jnp.int32(num_rows))
         done = -(-num_rows // chunk) * chunk
@@ -56,5 +57,5 @@ def test_prompt_logprobs_in_chunks(num_tokens, chunk):
 def test_prompt_logprobs_never_hold_all_logits():
     """H18."""
     hidden, weight, targets = jnp.ones((512, 8)), jnp.ones((1000, 8)), jnp.zeros(512, jnp.int32)
-    run = jax.jit(lambda n: prompt_logprobs(hidden, lambda rows: rows @ weight.T, targets, n))
+    run: Any = jax.jit(lambda n: prompt_logprobs(hidden, lambda rows: rows @ weight.T, targets, n))
     assert "[512,1000]" not in run.lower(jnp.int32(3)).compile().as_text()

@@ -71,7 +71,8 @@ def test_chosen_tokens_are_counted_on_the_device():
     """Step after step the counts equal those of rows rebuilt from the output."""
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.1)
     logits = np.random.default_rng(3).normal(size=(1, VOCAB_SIZE)).astype(np.float32)
-    state, output = state_of(params, [1, 2]), []
+    state = state_of(params, [1, 2])
+    output: list[int] = []
     for position in range(12):
         inputs = inputs_of(params, temperature=1.0, position=position)
         expected = choose(logits, inputs, state_of(params, [1, 2], output))

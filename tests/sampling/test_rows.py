@@ -29,7 +29,7 @@ def test_needs_row(params, expected):
 
 
 def test_rows():
-    mask, counts, bias = build_rows(SamplingParams(logit_bias={"4": 1.5}), 6, [1, 1, 5], [2, 2, 3], [0])
+    mask, counts, bias = build_rows(SamplingParams(logit_bias={4: 1.5}), 6, [1, 1, 5], [2, 2, 3], [0])
     assert (mask.dtype, counts.dtype, bias.dtype) == (np.bool_, np.int16, np.float32)
     assert mask.tolist() == [False, True, False, False, False, True]
     assert counts.tolist() == [0, 0, 2, 1, 0, 0]

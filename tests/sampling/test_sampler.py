@@ -1,5 +1,7 @@
 """Greedy choice, draws, and independence from the rest of the batch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,8 @@ def test_argmax_takes_the_first_of_equals(vocab_size):
 @pytest.mark.parametrize(("k", "vocab_size"), [(20, 33), (20, 4000), (64, 20011), (5, 6400)])
 def test_top_k_is_lax_top_k(k, vocab_size):
     rng = np.random.default_rng(0)
-    for values in (rng.normal(size=(3, vocab_size)), rng.integers(0, 4, (3, vocab_size))):
-        values = jnp.asarray(values, jnp.float32).at[0, 30:].set(-jnp.inf)
+    for drawn in (rng.normal(size=(3, vocab_size)), rng.integers(0, 4, (3, vocab_size))):
+        values = jnp.asarray(drawn, jnp.float32).at[0, 30:].set(-jnp.inf)
         for ours, theirs in zip(jax.jit(top_k, static_argnums=1)(values, k), jax.lax.top_k(values, k), strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -149,7 +151,8 @@ def test_hopeless_logits_give_a_token_of_the_vocabulary(poison, temperature):
 
 def test_one_program_for_every_mixture():
     logits, state = jnp.ones((3, 77)), init_state(3, 77)
-    before = jit_sample._cache_size()
+    run: Any = jit_sample
+    before = run._cache_size()
     for values in ({}, {"temperature": 1.0}, {"temperature": [0, 1, 2], "top_p": 0.5}, {"uses_row": 1, "top_k": 9}):
         _, state = jit_sample(logits, make_inputs(3, **values), state)
-    assert jit_sample._cache_size() == before + 1
+    assert run._cache_size() == before + 1

@@ -1,5 +1,7 @@
 """Which tokens min-p, top-k and top-p leave, against transformers' warpers and against their definitions."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ def test_keeps_what_transformers_keeps(limits, vocab_size, scale):
 
 def test_rows_have_their_own_limits():
     logits = np.random.default_rng(0).normal(size=(4, 20011)).astype(np.float32)
-    limits = [{"top_k": 3}, {"top_k": 900}, {"top_p": 0.95}, {"top_k": 100, "min_p": 0.3}]
+    limits: list[dict[str, Any]] = [{"top_k": 3}, {"top_k": 900}, {"top_p": 0.95}, {"top_k": 100, "min_p": 0.3}]
     columns = {n: [row.get(n, d) for row in limits] for n, d in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
     together = kept(logits, **columns)
     for i, row in enumerate(limits):
