@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidInputError, UnsupportedModelError
@@ -162,8 +163,14 @@ class EngineConfig:
             _require_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _require_int("block_size", self.block_size, 1)
         _require_int("seed", self.seed, 0)
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
+
+        if not isinstance(self.async_scheduling, bool):
+            raise InvalidInputError("async_scheduling", self.async_scheduling, "True or False")
+        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
+            raise InvalidInputError("compilation_cache_dir", self.compilation_cache_dir, "a folder's name, or None")
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """The same options without None or "auto" (but for the memory options, which `runner.memory` reads).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -96,6 +96,15 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, Collection) and not isinstance(value, (bytes, Mapping)))
+            _require(ok and (name == "stop" or not isinstance(value, str)), name, value, "a list, or None")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+                     "spaces_between_special_tokens", "detokenize"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind,
+                 "a RequestOutputKind")
         set_ = object.__setattr__  # frozen: normalise once, here
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         set_(self, "stop", tuple(stop))
