@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +14,13 @@ from tqdm import tqdm
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.errors import InvalidInputError
+from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 
 
 class LLM:
-    """A model ready to generate, in this process and this thread. Arguments are named as vLLM's.
+    """A model ready to generate, in this process. Arguments are named as vLLM's. Calls from several threads wait for
+    each other; `AsyncLLM` serves many callers at once.
 
     Args:
       model: a Hugging Face folder, a GGUF file or a folder made by `jaxserve convert`; None: the packaged
@@ -36,6 +38,8 @@ class LLM:
         self._serving: Serving = build(model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, **options)
         self._engine = self._serving.engine
         self._num_requests = 0
+        self._lock = threading.RLock()
+        self._closed = False
 
     def generate(self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  use_tqdm: bool = True, priority: Sequence[int] | None = None) -> list[RequestOutput]:
@@ -85,7 +89,9 @@ class LLM:
         Raises:
           CheckpointError: listing what is missing, unexpected or misshapen; the old weights stay.
         """
-        self._serving.update_weights(params)
+        with self._lock:
+            self._check_open()
+            self._serving.update_weights(params)
 
     def warmup(self) -> float:
         """Compiles every program this engine can need; returns the seconds it took. Without it they are compiled
@@ -103,7 +109,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees threads and device memory; the LLM can't be used afterwards."""
-        self._engine.close()
+        with self._lock:
+            self._closed = True
+            self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -113,6 +121,12 @@ class LLM:
 
     def _run(self, prompts: Any, sampling_params: Any, use_tqdm: bool, priority: Sequence[int] | None,
              chat_options: Mapping[str, Any]) -> list[RequestOutput]:
+        with self._lock:
+            return self._run_alone(prompts, sampling_params, use_tqdm, priority, chat_options)
+
+    def _run_alone(self, prompts: Any, sampling_params: Any, use_tqdm: bool, priority: Sequence[int] | None,
+                   chat_options: Mapping[str, Any]) -> list[RequestOutput]:
+        self._check_open()
         items, _ = split_prompts(prompts)
         params = self._params_for(items, sampling_params)
         if priority is not None and len(priority) != len(items):
@@ -135,6 +149,10 @@ class LLM:
                 self._engine.drain()
             raise
         return [outputs[request_id] for request_id in request_ids]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the LLM was closed")
 
     def _params_for(self, items: list[Prompt], given: Any) -> list[SamplingParams]:
         if given is None:

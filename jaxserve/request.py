@@ -49,7 +49,7 @@ class SamplingParams:
       temperature: 0 is greedy; logits are divided by it otherwise. Below 1e-5 it counts as 0.
       top_p, top_k, min_p: restrict sampling to the smallest set with this probability mass; to this many tokens
         (0 or -1: all); to tokens at least `min_p` times as likely as the likeliest.
-      seed: same seed, same tokens, whatever else is in the batch. None: a fresh one.
+      seed: same seed, same tokens, whatever else is in the batch. None or -1: a fresh one.
       max_tokens: most tokens to generate; None: as many as the context allows.
       min_tokens: no EOS, stop token or stop string ends the output before this many tokens.
       stop, stop_token_ids: texts and token ids that end the output. A matched text is cut off unless
@@ -108,14 +108,16 @@ class SamplingParams:
         set_ = object.__setattr__  # frozen: normalise once, here
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         set_(self, "stop", tuple(stop))
-        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        set_(self, "bad_words", tuple(self.bad_words or ()))
+        set_(self, "stop_token_ids", () if self.stop_token_ids is None else tuple(self.stop_token_ids))
+        set_(self, "bad_words", () if self.bad_words is None else tuple(self.bad_words))
         if self.allowed_token_ids is not None:
             set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
             set_(self, "logit_bias", _parse_logit_bias(self.logit_bias))
         if self.top_k == -1:
             set_(self, "top_k", 0)
+        if self.seed == -1:
+            set_(self, "seed", None)
         self._check_numbers()
         self._check_lists()
 
@@ -131,7 +133,7 @@ class SamplingParams:
             _require(ok, name, value, allowed)
 
         integer("n", 1, "an integer, at least 1")
-        number("temperature", 0.0, math.inf, "a finite number, at least 0")
+        number("temperature", 0.0, 1e30, "a number from 0 to 1e30")
         number("top_p", 0.0, 1.0, "a number in (0, 1]", low_open=True)
         number("min_p", 0.0, 1.0, "a number in [0, 1]")
         integer("top_k", 0, "an integer, at least 1, or 0 or -1 for all")

@@ -119,7 +119,7 @@ class AsyncLLM:
         future.set_running_or_notify_cancel()  # a caller who is cancelled stops waiting, but the command is still run
         with self._wake:
             if self._dead is not None:
-                raise self._dead
+                raise _again(self._dead)
             self._commands.append((function, future))
             self._wake.notify()
         return future
@@ -180,7 +180,7 @@ class _Mailbox:
         self._ready = asyncio.Event()
         self._lock = threading.Lock()
         self._outputs: list[RequestOutput] = []
-        self._error: Exception | None = None
+        self._error: EngineDeadError | None = None
 
     def put(self, output: RequestOutput) -> None:
         """Called by the engine's thread."""
@@ -193,7 +193,7 @@ class _Mailbox:
             waiting.append(output)
         self._notify()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: EngineDeadError) -> None:
         """Called by the engine's thread."""
         self._error = error
         self._notify()
@@ -207,12 +207,19 @@ class _Mailbox:
             if outputs:
                 return outputs
             if self._error is not None:
-                raise self._error
+                raise _again(self._error)
             await self._ready.wait()
 
     def _notify(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _again(error: EngineDeadError) -> EngineDeadError:
+    """A new one for each who is told: a shared exception would collect all their tracebacks."""
+    new = EngineDeadError(*error.args)
+    new.__cause__ = error.__cause__
+    return new
 
 
 def _indices(output: RequestOutput) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from jaxserve.config import EngineConfig, MeshConfig, ModelConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.engine.weights import as_params
-from jaxserve.errors import InvalidInputError
+from jaxserve.errors import CheckpointError, InvalidInputError
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
@@ -97,6 +98,8 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
       JaxserveError: what is wrong with model or options.
     """
     config = engine_config(**options)
+    if model is not None and (not isinstance(model, (str, os.PathLike)) or not str(model)):
+        raise InvalidInputError("model", model, "a folder, a GGUF file, or None")
     start = time.monotonic()
     source = open_source(packaged_smollm2() if model is None else model)
     model_config = model_config_from_hf(source.hf_config)
@@ -145,7 +148,10 @@ def _tokenizer(source: Source, folder: str | None) -> Tokenizer:
     if folder is not None:
         return Tokenizer.from_folder(folder)
     data = source.tokenizer()
-    return Tokenizer(data.backend, data.config)
+    tokenizer = Tokenizer(data.backend, data.config)
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one up
+        raise CheckpointError(f"{source.name} has no tokenizer; give tokenizer=FOLDER or skip_tokenizer_init=True")
+    return tokenizer
 
 
 def _eos_token_ids(source: Source, tokenizer: Tokenizer | None) -> set[int]:

@@ -24,11 +24,17 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     Raises:
       InvalidInputError: neither.
     """
+    prompts = _plain(prompts)
     if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts) or _is_messages(prompts):
         return [prompts], True
     if isinstance(prompts, Iterable):
         return list(prompts), False
     raise InvalidInputError("prompts", prompts, "a text, token ids, chat messages, or a list of these")
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of numpy, JAX or torch as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -77,6 +83,7 @@ class InputProcessor:
         text, token_ids = self._tokenise(prompt, field, chat_options or {})
         self._check_prompt(token_ids, field)
         params.check_vocab(self._vocab_size)
+        self._check_allowed(params)
         bad_words_ids = self._bad_words_ids(params)
         needs_text = params.stop or params.bad_words
         if self.tokenizer is None and needs_text:
@@ -94,7 +101,9 @@ class InputProcessor:
         return group, requests
 
     def _tokenise(self, prompt: Prompt, field: str, chat_options: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        prompt = _plain(prompt)
         if isinstance(prompt, Mapping):
+            prompt = {key: _plain(value) for key, value in prompt.items()}
             known = {"prompt": str, "prompt_token_ids": Sequence}
             given = [key for key in known if prompt.get(key) is not None]
             if len(given) != 1 or not isinstance(prompt[given[0]], known[given[0]]):
@@ -125,6 +134,13 @@ class InputProcessor:
         for limit, name in ((self._max_model_len, "max_model_len"), (self._capacity_tokens, "the KV cache's tokens")):
             if len(token_ids) > limit:
                 raise PromptTooLongError(field, f"{len(token_ids)} tokens", f"at most {limit} tokens ({name})")
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Something must be left to choose while `min_tokens` holds off the end."""
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed is not None and self._stop_ids(params).issuperset(allowed):
+            raise InvalidInputError("allowed_token_ids", allowed,
+                                    f"some that do not end the text, with min_tokens={params.min_tokens}")
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         # The last token of a sequence is only sampled, it takes no room: a prompt may fill all there is.

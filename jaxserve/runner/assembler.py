@@ -11,6 +11,8 @@ from jaxserve.scheduling.plan import StepPlan
 
 Views = dict[str, np.ndarray]
 
+MAX_INT32 = int(np.iinfo(np.int32).max)
+
 
 class BatchAssembler:
     """Keeps what does not change while a request runs in arrays with a column per slot, so that a decode step is
@@ -39,7 +41,7 @@ class BatchAssembler:
         """Records how a request that has just got its slot is to be sampled."""
         params = request.params
         seed_low, seed_high = np.array([request.seed], np.uint64).view(np.int32)
-        ints = dict(top_k=params.top_k, seed_low=seed_low, seed_high=seed_high, uses_row=uses_row,
+        ints = dict(top_k=min(params.top_k, MAX_INT32), seed_low=seed_low, seed_high=seed_high, uses_row=uses_row,
                     wants_logprobs=params.logprobs is not None)
         floats = dict(temperature=0.0 if params.is_greedy else params.temperature, top_p=params.top_p,
                       min_p=params.min_p, presence=params.presence_penalty, frequency=params.frequency_penalty,

@@ -101,7 +101,11 @@ class ModelRunner:
         return dict(zip(self._paths, self._leaves, strict=True))
 
     def close(self) -> None:
+        """Frees compiler threads, weights (unless others hold them) and the KV cache."""
         self.programs.close()
+        self._leaves = ()
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
 
     def _compile(self, bucket: Bucket) -> Compiled:
         return compile_step(self._graphdef, self._assembler.layout(bucket), self.mesh, *self._abstract_args)

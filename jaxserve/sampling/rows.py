@@ -51,8 +51,10 @@ def build_bias(params: SamplingParams, vocab_size: int, banned_ids: Iterable[int
         allowed = np.zeros(vocab_size, np.bool_)
         allowed[list(params.allowed_token_ids)] = True
         bias[~allowed] = -np.inf
+    unbanned = bias.copy()
     bias[list(banned_ids)] = -np.inf
-    return bias
+    # Bans that leave nothing to choose from give way: a token from the allowed ones must come out.
+    return unbanned if np.isneginf(bias).all() else bias
 
 
 def banned_ids(
