@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 
 from jaxserve import LLM
 from tests.tiny import make_tiny_model, reference_model
+
+# A runner in the background ignores Ctrl-C, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY_OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, block_size=4,
                                     num_gpu_blocks_override=200)
