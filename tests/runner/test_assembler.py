@@ -1,6 +1,6 @@
 """The packed batch says row by row what the plan says, and the device derives positions and slots from it."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.paged_batch import row_positions
 from jaxserve.scheduling.plan import Chunk, StepPlan
 
+locate = jax.jit(row_positions, static_argnums=1)  # one program a bucket; op by op there would be hundreds
 BLOCK, NUM_SLOTS, COLUMNS, TILE = 4, 5, 8, 16
 
 
@@ -46,7 +47,8 @@ def test_rows_are_those_of_the_plan(data):
     ints, floats = assembler.assemble(plan, bucket)
     layout = assembler.layout(bucket)
     fields = cut(ints, layout.int_fields) | cut(floats, layout.float_fields)
-    positions, targets = row_positions({k: jnp.asarray(v) for k, v in fields.items()}, BLOCK)
+    positions, targets = locate(fields, BLOCK)
+    positions, targets = np.asarray(positions), np.asarray(targets)
     for row, (request, position, on_device) in enumerate(expected):
         assert positions[row] == position
         assert targets[row] == tables[request.slot, position // BLOCK] * BLOCK + position % BLOCK
