@@ -1,6 +1,6 @@
 """SmolLM2 in float32 against transformers with the same weights: greedy tokens and prompt log-probabilities.
 
-`python -m tests.real.parity [--num-prompts N] [--max-tokens M]` prints the counts and fails where they differ.
+`python -m tests.real.parity [--num-prompts N] [--max-tokens M] [--generate]` prints the counts and fails where they differ.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from convert.packaged import packaged_smollm2
 from convert.source import TensorSource, open_source
 from jaxserve import LLM, SamplingParams
 from jaxserve.request import RequestOutput
+from tests.tiny import reference_greedy
 
 NEAR_TIE = 1e-3
 """Where transformers' own two largest logits are closer than this, either token is right."""
@@ -105,21 +106,26 @@ def our_outputs(prompts: Sequence[list[int]], max_tokens: int, **options: Any) -
         return llm.generate(list(prompts), params, use_tqdm=sys.stderr.isatty())
 
 
-def compare(model: Any, outputs: Sequence[RequestOutput], max_tokens: int) -> Parity:
-    """Each output with a cached greedy run of transformers, one prompt at a time, and with one plain forward pass."""
+def compare(model: Any, outputs: Sequence[RequestOutput], *, generates: bool = False) -> Parity:
+    """Each output with one forward pass of transformers over prompt and output.
+
+    The likeliest token at each position, given ours before it, is what greedy generation would have chosen: as long as
+    all agree, the two texts are the same. `generates` lets transformers generate all the same, with its cache; slow.
+    """
     parity = Parity()
     for output in outputs:
         prompt, ours = output.prompt_token_ids, output.outputs[0].token_ids
         with torch.no_grad():
-            generated = model.generate(torch.tensor([prompt]), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
-                                       do_sample=False, eos_token_id=None, pad_token_id=0)
-            theirs = generated[0, len(prompt):].tolist()
-            # Both choices up to the first difference are the same, so one pass over ours gives the logits of both.
             logits = model(torch.tensor([prompt + ours])).logits[0]
+        theirs = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        if generates:
+            theirs = reference_greedy(model, prompt, len(ours))
         parity.num_prompts += 1
         parity.num_prompt_tokens += len(prompt)
         _compare_tokens(parity, ours, theirs, logits[len(prompt) - 1 :])
         _compare_logprobs(parity, output, logits[: len(prompt) - 1])
+        if sys.stderr.isatty():
+            print(f"\r{parity.num_prompts} of {len(outputs)} compared", end="", file=sys.stderr)
     return parity
 
 
@@ -148,7 +154,7 @@ def _compare_logprobs(parity: Parity, output: RequestOutput, logits: torch.Tenso
     parity.worst_logprob = max(parity.worst_logprob, (found - expected).abs().max().item())
 
 
-def run(num_prompts: int, max_tokens: int, longest: int = 700, **options: Any) -> Parity:
+def run(num_prompts: int, max_tokens: int, longest: int = 700, *, generates: bool = False, **options: Any) -> Parity:
     from jaxserve.text import Tokenizer
 
     data = open_source(packaged_smollm2()).tokenizer()
@@ -158,7 +164,7 @@ def run(num_prompts: int, max_tokens: int, longest: int = 700, **options: Any) -
     outputs = our_outputs(prompts, max_tokens, **options)
     ours_s = time.monotonic() - start
     assert all(len(output.outputs[0].token_ids) == max_tokens for output in outputs)
-    parity = compare(reference_model(), outputs, max_tokens)
+    parity = compare(reference_model(), outputs, generates=generates)
     print(f"{parity.num_prompts} prompts of {parity.num_prompt_tokens} tokens together, {max_tokens} greedy tokens "
           f"each: {parity.num_equal} equal, {parity.num_tied} differ at a near tie (under {NEAR_TIE}), "
           f"{len(parity.wrong)} wrong; "
@@ -173,8 +179,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--generate", action="store_true", help="let transformers generate token by token; slow")
     arguments = parser.parse_args()
-    return 0 if run(arguments.num_prompts, arguments.max_tokens).ok else 1
+    return 0 if run(arguments.num_prompts, arguments.max_tokens, generates=arguments.generate).ok else 1
 
 
 if __name__ == "__main__":
