@@ -1,6 +1,7 @@
 """SmolLM2 in float32 against transformers with the same weights: greedy tokens and prompt log-probabilities.
 
-`python -m tests.real.parity [--num-prompts N] [--max-tokens M] [--generate]` prints the counts and fails where they differ.
+`python -m tests.real.parity [--num-prompts N] [--max-tokens M] [--generate]` prints the counts and
+fails where they differ.
 """
 
 from __future__ import annotations
