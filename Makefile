@@ -7,7 +7,11 @@ RUN := $(VENV)/.stamp-run
 TEST := $(VENV)/.stamp-test
 QUESTION ?= What is the capital of France, and what is it known for?
 
-.PHONY: demo test test-all bench lint model clean
+# The newest JAX needs Python 3.12.
+PYTHON_LATEST ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) python3.12)
+LATEST := .venv-latest
+
+.PHONY: demo test test-all test-jax-latest bench lint model clean
 
 # A real chat model answers through the engine. Installs what running needs, no torch.
 demo: $(RUN) model
@@ -19,6 +23,10 @@ test: $(TEST) model
 
 test-all: $(TEST) model
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+# Kernels and their compiles under the newest JAX, without the engine's tests (these need torch).
+test-jax-latest: $(LATEST)/.stamp
+	JAX_PLATFORMS=cpu $(LATEST)/bin/python -m pytest --noconftest -m "not slow" tests/pallas_kernels tests/targets
 
 # Against transformers, in the same run.
 bench: $(TEST) model
@@ -34,7 +42,7 @@ model: $(RUN)
 	@$(BIN)/python -m convert.packaged
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis profile
+	rm -rf $(VENV) $(LATEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis profile
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems ship Python without ensurepip; their own pip then installs the environment's.
@@ -42,6 +50,11 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxserve needs Python 3.11 to 3.13; make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(LATEST)/.stamp: pyproject.toml
+	$(PYTHON_LATEST) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet -e '.[aot]' 'jax>=0.12' pytest hypothesis
+	@touch $@
 
 $(RUN): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e .

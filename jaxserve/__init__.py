@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.driver import use_cpu_without_driver
+
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.config import MeshConfig as MeshConfig
@@ -25,6 +27,8 @@ _HOMES = {
     "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config",
 }
 __all__ = [*_HOMES, "__version__"]
+
+use_cpu_without_driver()
 
 
 def __getattr__(name: str) -> Any:

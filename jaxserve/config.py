@@ -40,6 +40,23 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """4-bit weights of all projections (the embedding and the output head stay as they are).
+
+    Attributes:
+      group_size: input features that share a scale: 32, 64, 128, or None for all of them.
+      symmetric: the zero-point is 8 everywhere; else each group has its own.
+    """
+
+    group_size: Literal[32, 64, 128] | None = 128
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.group_size not in (32, 64, 128, None):
+            raise UnsupportedModelError("quantization.group_size", self.group_size, "32, 64, 128 or None")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder's shape and options. Made by `models.registry.model_config_from_hf`, the only reader of HF configs.
 
@@ -48,6 +65,7 @@ class ModelConfig:
       attention_bias: q, k and v have biases; attention_out_bias: so has the output projection.
       qk_norm: RMSNorm over the head width on q and k before RoPE (Qwen3).
       dtype: the checkpoint's own.
+      quantization: of the projections' weights, or None.
       hf_config: the checkpoint's config.json as read, kept so that a converted checkpoint can carry it.
     """
 
@@ -69,6 +87,7 @@ class ModelConfig:
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantization: QuantizationConfig | None = None
     hf_config: dict = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

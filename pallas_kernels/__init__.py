@@ -2,5 +2,6 @@
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import QUERY_TILE, paged_attention_decode, paged_attention_ragged
+from pallas_kernels.rope_kv_write import rope_kv_write
 
-__all__ = ["QUERY_TILE", "kv_write", "paged_attention_decode", "paged_attention_ragged"]
+__all__ = ["QUERY_TILE", "kv_write", "paged_attention_decode", "paged_attention_ragged", "rope_kv_write"]

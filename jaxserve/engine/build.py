@@ -100,6 +100,8 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     config = engine_config(**options)
     if model is not None and (not isinstance(model, (str, os.PathLike)) or not str(model)):
         raise InvalidInputError("model", model, "a folder, a GGUF file, or None")
+    if skip_tokenizer_init and tokenizer is not None:
+        raise InvalidInputError("tokenizer", tokenizer, "None with skip_tokenizer_init=True")
     start = time.monotonic()
     source = open_source(packaged_smollm2() if model is None else model)
     model_config = model_config_from_hf(source.hf_config)

@@ -26,8 +26,8 @@ this many slices (1.5 times as fast on two cores, a whole decoder of SmolLM2-135
 
 
 def project(x: jax.Array, weight: jax.Array, num_in_axes: int = 1, *, keep_axes: bool = False,
-            out_dtype: Any = None) -> jax.Array:
-    """Contracts the last axes of `x` with the last axes of `weight`.
+            bias: jax.Array | None = None, out_dtype: Any = None) -> jax.Array:
+    """Contracts the last axes of `x` with the last axes of `weight`, and adds the bias.
 
     Args:
       x: [T, in...].
@@ -36,6 +36,7 @@ def project(x: jax.Array, weight: jax.Array, num_in_axes: int = 1, *, keep_axes:
       keep_axes: leave the weight's axes as they are. By default each side's become one, which moves nothing and saves
         a transposed copy of the weight (XLA:CPU makes one to bring a dot of more axes into its canonical form). But it
         needs a sharded axis to come first on its side: else the partitioner gathers the weight.
+      bias: [out...], or None.
       out_dtype: accumulate and return in this dtype; by default that of `x`.
 
     Returns:
@@ -44,9 +45,12 @@ def project(x: jax.Array, weight: jax.Array, num_in_axes: int = 1, *, keep_axes:
     num_out_axes = weight.ndim - num_in_axes
     if keep_axes:
         axes_x, axes_weight = tuple(range(1, x.ndim)), tuple(range(num_out_axes, weight.ndim))
-        return lax.dot_general(x, weight, ((axes_x, axes_weight), ((), ())), preferred_element_type=out_dtype)
+        y = lax.dot_general(x, weight, ((axes_x, axes_weight), ((), ())), preferred_element_type=out_dtype)
+        return y if bias is None else y + bias
     out_shape, in_size = weight.shape[:num_out_axes], math.prod(weight.shape[num_out_axes:])
     y = _dot(x.reshape(-1, in_size), weight.reshape(-1, in_size), out_dtype)
+    if bias is not None:  # before the reshape: cuBLASLt can add a vector to the rows itself
+        y = y + bias.reshape(-1)
     return y.reshape(-1, *out_shape)
 
 
@@ -96,5 +100,6 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
         """[T, in...] -> [T, out...]."""
-        y = project(x, self.weight.get_value(), self.num_in_axes, keep_axes=self.keep_axes, out_dtype=out_dtype)
-        return y if self.bias is None else y + self.bias.get_value()
+        bias = None if self.bias is None else self.bias.get_value()
+        return project(x, self.weight.get_value(), self.num_in_axes, keep_axes=self.keep_axes, bias=bias,
+                       out_dtype=out_dtype)

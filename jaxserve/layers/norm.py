@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+
+from pallas_kernels.rope_kv_write import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -17,6 +18,4 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., width], same dtype."""
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale * self.weight.get_value().astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.weight.get_value(), self.epsilon)

@@ -57,22 +57,6 @@ def rope_tables(rope: RopeConfig, head_dim: int, max_position: int,
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H/2]).
-
-    Args:
-      x: [T, ..., H].
-      cos, sin: float32 [T, H/2].
-
-    Returns:
-      As `x`; computed in float32.
-    """
-    shape = (cos.shape[0], *(1,) * (x.ndim - 2), cos.shape[1])
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def _powers(theta: float, head_dim: int) -> np.ndarray:
     # The exponents are rounded to float32, as torch's are; its powers are then right to the last bit, numpy's are not.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / _f32(head_dim)

@@ -30,7 +30,8 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, rngs=rngs)
         self.post_attention_norm = norm()
         self.mlp = MLP(config.hidden_size, config.intermediate_size, use_bias=config.mlp_bias,
-                       tensor_parallel_size=tensor_parallel_size, dtype=dtype, rngs=rngs)
+                       tensor_parallel_size=tensor_parallel_size, quantization=config.quantization, dtype=dtype,
+                       rngs=rngs)
 
     def __call__(self, hidden: jax.Array, cos: jax.Array, sin: jax.Array, k_cache: Cache, v_cache: Cache,
                  batch: AttentionBatch, *, window: int | None) -> tuple[jax.Array, Cache, Cache]:
@@ -70,11 +71,14 @@ class Decoder(nnx.Module):
         if config.intermediate_size % tensor_parallel_size:
             raise InvalidInputError("tensor_parallel_size", tensor_parallel_size,
                                     f"a divisor of the MLP width {config.intermediate_size}")
+        if config.quantization is not None and tensor_parallel_size > 1:
+            raise InvalidInputError("tensor_parallel_size", tensor_parallel_size, "1 with 4-bit weights")
         # A vocabulary that the ranks do not divide is replicated rather than padded.
         vocab_axis = None if config.vocab_size % tensor_parallel_size else "vocab"
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=(vocab_axis, "embed"), dtype=dtype,
-                               rngs=rngs)
+        # A table that is also the output head is split like one; else so that looking up needs no all-reduce.
+        table_axes = (vocab_axis, "embed") if config.tie_word_embeddings else (None, "table_width")
+        self.embed = Embedding(config.vocab_size, config.hidden_size, axes=table_axes, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(DecoderLayer(config, tensor_parallel_size=tensor_parallel_size, dtype=dtype, rngs=rngs)
                                for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, axis="embed", dtype=dtype)

@@ -26,7 +26,8 @@ class ParamSpec:
     """What one parameter must be.
 
     Attributes:
-      axes: per axis its logical name ("vocab", "embed", "kv_heads", "head", "mlp") or None; sharding derives from it.
+      axes: per axis its logical name ("vocab", "embed", "table_width", "kv_heads", "head", "mlp") or
+        None; sharding derives from it.
     """
 
     shape: tuple[int, ...]

@@ -31,11 +31,18 @@ class Bucket:
         return f"{kind} T={self.num_tokens} S={self.num_seqs}"
 
 
-class Buckets:
-    """Decode sizes double from 1 to max_num_seqs, mixed ones from `smallest_mixed` to max_num_batched_tokens tokens."""
+SMALLEST_DECODE = {"gpu": 8}
+"""Sequences. XLA:GPU pads fewer rows to 8 for cuBLAS itself, with kernels of their own (6 more a layer)."""
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, query_tile: int, smallest_mixed: int = 16):
-        self.decode = [Bucket(size, size, 0) for size in _doublings(1, max_num_seqs)]
+
+class Buckets:
+    """Decode sizes double from the platform's smallest to max_num_seqs, mixed ones from `smallest_mixed` to
+    max_num_batched_tokens tokens."""
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, query_tile: int, smallest_mixed: int = 16,
+                 platform: str = "cpu"):
+        smallest_decode = min(SMALLEST_DECODE.get(platform, 1), max_num_seqs)
+        self.decode = [Bucket(size, size, 0) for size in _doublings(smallest_decode, max_num_seqs)]
         self.mixed = []
         for num_tokens in _doublings(min(smallest_mixed, max_num_batched_tokens), max_num_batched_tokens):
             num_seqs = min(max_num_seqs, num_tokens)

@@ -54,7 +54,8 @@ class ModelRunner:
             abstract_model(model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype)))
         self._leaves = tuple(params[path] for path in self._paths)
         self.buckets = Buckets(max_num_seqs=config.max_num_seqs, query_tile=QUERY_TILE,
-                               max_num_batched_tokens=config.max_num_batched_tokens)
+                               max_num_batched_tokens=config.max_num_batched_tokens,
+                               platform=mesh.devices.flat[0].platform)
         self._assembler = BatchAssembler(block_tables, query_tile=QUERY_TILE)
         self._slot_owners: list[Request | None] = [None] * config.max_num_seqs
         self._banned: dict[Request, set[int]] = {}

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.layers.attention import HeadTransform
 from jaxserve.runner.sharding import TENSOR
-from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.paged_attention.api import paged_attention_decode, paged_attention_ragged
+from pallas_kernels.paged_attention import paged_attention_decode, paged_attention_ragged
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 Fields = dict[str, jax.Array]
 
@@ -32,20 +33,21 @@ class PagedBatch:
     slot_mapping: jax.Array
     mesh: Mesh = field(compare=True)
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, k_cache: jax.Array, v_cache: jax.Array, *,
+    def attend(self, qkv: jax.Array, heads: HeadTransform, k_cache: jax.Array, v_cache: jax.Array, *,
                scale: float, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Writes k, v [T, K, H] into the caches [B, P, K, H], lets q [T, K, G, H] attend; returns (out, caches)."""
+        """Writes keys and values into the caches [B, P, K, H], lets the queries attend; see `AttentionBatch.attend`."""
         attend = partial(_attend, scale=scale, window=window)
         if self.mesh.size > 1:
-            heads, cache, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, TENSOR), PartitionSpec()
-            attend = jax.shard_map(attend, mesh=self.mesh, in_specs=(heads, heads, heads, cache, cache, whole, whole),
-                                   out_specs=(heads, cache, cache), check_vma=False)
-        return attend(q, k, v, k_cache, v_cache, self.slot_mapping, self.fields)
+            by_head, cache, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, TENSOR), PartitionSpec()
+            attend = jax.shard_map(attend, mesh=self.mesh, in_specs=(by_head, whole, cache, cache, whole, whole),
+                                   out_specs=(by_head, cache, cache), check_vma=False)
+        return attend(qkv, heads, k_cache, v_cache, self.slot_mapping, self.fields)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, k_cache: jax.Array, v_cache: jax.Array, slot_mapping: jax.Array,
+def _attend(qkv: jax.Array, heads: HeadTransform, k_cache: jax.Array, v_cache: jax.Array, slot_mapping: jax.Array,
             fields: Fields, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    k_cache, v_cache = kv_write(k, v, k_cache, v_cache, slot_mapping)
+    q, k_cache, v_cache = rope_kv_write(qkv, heads.cos, heads.sin, k_cache, v_cache, slot_mapping, q_norm=heads.q_norm,
+                                        k_norm=heads.k_norm, epsilon=heads.epsilon)
     tables = fields["block_tables"], fields["context_lens"]
     if "tile_seq" in fields:
         names = ("query_starts", "query_lens", "num_decodes", "tile_seq", "tile_row", "num_tiles")

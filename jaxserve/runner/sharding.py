@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import MeshConfig, ModelConfig, kv_groups
 from jaxserve.errors import InvalidInputError
+from jaxserve.parallel import TENSOR as TENSOR
 
-TENSOR = "tensor"
-_SHARDED_AXES = {"vocab", "kv_heads", "mlp"}
+_SHARDED_AXES = {"vocab", "kv_heads", "mlp", "table_width"}
 
 
 def make_mesh(mesh: MeshConfig | Mesh) -> Mesh:

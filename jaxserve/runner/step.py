@@ -20,6 +20,7 @@ from jaxserve.runner.sharding import cache_sharding, replicated
 from jaxserve.sampling.logprobs import Logprobs, logprobs, prompt_logprobs
 from jaxserve.sampling.sampler import sample
 from jaxserve.sampling.state import SamplingInputs, SamplingState, init_state
+from pallas_kernels.dispatch import compiling_for
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +55,13 @@ class StepOutputs:
     prompt_logprobs: Logprobs | None
 
 
-def run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.Array], state: DeviceState,
+def run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, *arguments: Any) -> tuple[DeviceState, StepOutputs]:
+    """`_run_step` with the mesh known to whatever asks for it while it is traced."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), compiling_for(mesh.devices.flat[0]):
+        return _run_step(graphdef, layout, mesh, *arguments)
+
+
+def _run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.Array], state: DeviceState,
              ints: jax.Array, floats: jax.Array) -> tuple[DeviceState, StepOutputs]:
     """One step of the model over a packed batch (`BatchLayout`). Traced once for each bucket."""
     fields = cut(ints, layout.int_fields) | cut(floats, layout.float_fields)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxserve.parallel import replicate, tensor_parallel_size
+
 CHUNK = 64
 """Tokens per chunk; vocabularies are 4 to 40 times CHUNK squared, where both stages of `top_k` are small."""
 
@@ -34,10 +36,16 @@ def top_k(values: Array, k: int) -> tuple[Array, Array]:
 def argmax(values: Array) -> Array:
     """Index int32 [S] of each row's largest value [S, V], the first one among equals.
 
-    Two plain maxima: several times as fast as `jnp.argmax` on CPUs. Indices travel as float32, exact below 2^24.
+    Two plain maxima: several times as fast as `jnp.argmax` on CPUs. Indices travel as float32, exact below 2^24. Where
+    V is split over devices, each finds its own; one exchange of two numbers a row decides.
     """
-    size = values.shape[-1]
+    num_rows, size = values.shape
+    num_parts = tensor_parallel_size() if size % tensor_parallel_size() == 0 else 1
     from_end = (size - lax.broadcasted_iota(jnp.int32, values.shape, 1)).astype(jnp.float32)
-    best = jnp.max(values, axis=-1, keepdims=True)
-    first = size - jnp.max(jnp.where(values == best, from_end, 0.0), axis=-1)
-    return jnp.minimum(first.astype(jnp.int32), size - 1)  # a row of NaN has no largest value
+    values, from_end = (x.reshape(num_rows, num_parts, -1) for x in (values, from_end))
+    best = jnp.max(values, axis=-1)
+    first = jnp.max(jnp.where(values == best[..., None], from_end, 0.0), axis=-1)
+    if num_parts > 1:
+        best, first = replicate(jnp.stack([best, first]))
+    first = jnp.max(jnp.where(best == jnp.max(best, axis=-1, keepdims=True), first, 0.0), axis=-1)
+    return jnp.minimum(size - first.astype(jnp.int32), size - 1)  # a row of NaN has no largest value

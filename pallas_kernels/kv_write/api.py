@@ -1,12 +1,19 @@
 """kv_write: put a step's keys and values into their cache slots."""
 
+import functools
+from collections.abc import Callable
+
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend
-from pallas_kernels.kv_write import reference
+from pallas_kernels.kv_write import reference, triton
+from pallas_kernels.kv_write.checks import check_caches, check_scales, check_slots
 
-_WRITE = {"reference": reference.kv_write}
+_WRITE: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "reference": reference.kv_write,
+    "triton": triton.kv_write,
+    "triton_interpret": functools.partial(triton.kv_write, interpret=True),
+}
 
 
 def kv_write(
@@ -16,31 +23,42 @@ def kv_write(
     v_cache: jax.Array,
     slot_mapping: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     backend: str | None = None,
+    device: jax.Device | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write each token's key and value into its slot of the paged cache; in place where the caches are donated.
 
     The cache is that of PagedAttention (Kwon et al. 2023, arXiv:2309.06180): B blocks of P token slots.
 
+    A quantised cache holds x / scale (in float32, as x * (1 / scale)), rounded to the nearest, ties to even, and
+    saturated: to -128 .. 127 in int8, to -448 .. 448 in float8_e4m3fn (arXiv:2209.05433; subnormals are kept, NaN stays
+    NaN). Scales are given, not computed.
+
     Args:
         k, v: [T, K, H], any float dtype; cast to the cache's.
-        k_cache, v_cache: [B, P, K, H], one layer's caches.
+        k_cache, v_cache: [B, P, K, H], one layer's caches: float32, bfloat16, float16, float8_e4m3fn or int8.
         slot_mapping: [T] int32, block * P + offset of each token, each in [0, B * P). Real tokens have distinct
             slots. Padding rows point into block 0, which nobody reads, and may share slots.
-        backend: "reference", or None for the platform's best.
+        k_scale, v_scale: float32 [K], one for each head, or [B, K], one for each block and head; positive. Only for a
+            quantised cache; int8 must have them, for float8 None means 1.
+        backend: "reference", "triton" (NVIDIA GPUs from 8.0 on), "triton_interpret" (the same kernel in Pallas'
+            interpreter, anywhere, slow; for tests), or None for the device's best.
+        device: what the program is compiled for; None is JAX's default device.
 
     Returns:
         (k_cache, v_cache) with the T slots replaced and every other slot as it was.
 
     Raises:
         ValueError: shapes or dtypes disagree, or the backend is unknown.
+        NotImplementedError: the named backend cannot run on the device, or cannot address a cache of this size.
     """
     if k.ndim != 3 or v.shape != k.shape:
         raise ValueError(f"k {k.shape} and v {v.shape}: must both be [T, K, H]")
-    if k_cache.ndim != 4 or k_cache.shape[2:] != k.shape[1:]:
-        raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {k.shape[1]}, {k.shape[2]}]")
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be {k_cache.shape} {k_cache.dtype}")
-    if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
-        raise ValueError(f"slot_mapping {slot_mapping.shape} {slot_mapping.dtype}: must be [{k.shape[0]}] int32")
-    return choose_backend("kv_write", backend, _WRITE)(k, v, k_cache, v_cache, slot_mapping)
+    check_caches(k_cache, v_cache, *k.shape[1:])
+    check_slots(slot_mapping, k.shape[0])
+    check_scales(k_cache, k_scale, v_scale)
+    refusals = {"triton": triton.refusal(k_cache)}
+    write = choose_backend("kv_write", backend, _WRITE, device=device, refusals=refusals)
+    return write(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)

@@ -10,19 +10,29 @@ Common to both functions:
 - Slots past a sequence's context and blocks that no table names are never part of a result, whatever they hold (NaN
   too). Table entries past the context must still be valid block ids (0 will do).
 - scale, window and soft_cap are Python values: each combination is its own program.
+- A quantised cache, int8 or float8_e4m3fn (arXiv:2209.05433), holds x / scale. Scales are float32 [K], one for each
+  head, or [B, K], one for each block and head. float8 may go without, which means 1.
+
+Backends: "reference" (jax.numpy, any platform), "triton" (NVIDIA GPUs from 8.0 on, products in bfloat16 or float16) and
+"triton_interpret" (the same kernels in Pallas' interpreter, any platform and dtype, slow; for tests).
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose_backend
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.dispatch import Target, choose_backend, target_of
+from pallas_kernels.kv_write.checks import QUANTISED, check_caches, check_scales
+from pallas_kernels.paged_attention import reference, triton, triton_ragged
+from pallas_kernels.paged_attention.quantization import dequantize
+from pallas_kernels.paged_attention.triton_launch import refusal as triton_refusal
+from pallas_kernels.paged_attention.triton_tiles import Cache
 
 QUERY_TILE = reference.QUERY_TILE
 """Rows of one sequence that a ragged tile covers at most. The host cuts prompt chunks into tiles of this size."""
-
-_DECODE = {"reference": reference.decode}
-_RAGGED = {"reference": reference.ragged}
 
 
 def paged_attention_decode(
@@ -35,32 +45,41 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     backend: str | None = None,
+    device: jax.Device | None = None,
 ) -> jax.Array:
     """Attention of one query token a sequence, the last of its context.
 
     Args:
         q: [S, K, G, H], G query heads for each KV head.
-        k_cache, v_cache: [B, P, K, H], one layer's caches; they hold the query token's own key and value already.
+        k_cache, v_cache: [B, P, K, H], one layer's caches: float32, bfloat16, float16, float8_e4m3fn or int8; they
+            hold the query token's own key and value already.
         block_tables: [S, M] int32 block ids.
         context_lens: [S] int32 tokens, this step's included, at most M * P; 0 marks a padding row.
         scale: factor on q.k, usually H ** -0.5.
         window: sliding window in tokens (>= 1), or None.
         soft_cap: cap on scores (> 0), or None.
-        backend: "reference", or None for the platform's best.
+        k_scale, v_scale: float32 [K] or [B, K], or None: of a quantised cache.
+        backend: a name, or None for the device's best.
+        device: what the program is compiled for (a topology's device too); None is JAX's default device.
 
     Returns:
         [S, K, G, H] in q's dtype; rows with context 0 are 0.
 
     Raises:
         ValueError: shapes or dtypes disagree, window or soft_cap is out of range, or the backend is unknown.
+        NotImplementedError: the named backend cannot run on the device, or not with these shapes and dtypes.
     """
-    _check_cache(q, k_cache, v_cache)
+    _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     _check_options(window, soft_cap)
     num_seqs = q.shape[0]
     _check_tables(block_tables, num_seqs, context_lens=context_lens)
-    decode = choose_backend("paged_attention_decode", backend, _DECODE)
-    return decode(q, k_cache, v_cache, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
+    cache = Cache(k_cache, v_cache, k_scale, v_scale)
+    backends, refusals = _backends(reference.decode, triton.decode, device, q, cache)
+    decode = choose_backend("paged_attention_decode", backend, backends, device=device, refusals=refusals)
+    return decode(q, cache, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def paged_attention_ragged(
@@ -79,7 +98,10 @@ def paged_attention_ragged(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     backend: str | None = None,
+    device: jax.Device | None = None,
 ) -> jax.Array:
     """Causal attention of a mixed step: sequences with one token each first, then chunks of prompts.
 
@@ -90,42 +112,68 @@ def paged_attention_ragged(
 
     Args:
         q: [T, K, G, H].
-        k_cache, v_cache: [B, P, K, H], one layer's caches; they hold this step's keys and values already.
+        k_cache, v_cache: [B, P, K, H], one layer's caches, as for paged_attention_decode; they hold this step's keys
+            and values already.
         block_tables: [S, M] int32 block ids.
         context_lens: [S] int32 tokens, this step's included; 0 marks an unused sequence row.
         query_starts, query_lens: [S] int32 rows.
         num_decodes: [] int32, at most min(S, T).
         tile_seq, tile_row: [Q] int32; only the first num_tiles are read.
         num_tiles: [] int32, at most Q.
-        scale, window, soft_cap, backend: as for paged_attention_decode.
+        scale, window, soft_cap, k_scale, v_scale, backend, device: as for paged_attention_decode.
 
     Returns:
         [T, K, G, H] in q's dtype; rows of no sequence are 0.
 
     Raises:
         ValueError: shapes or dtypes disagree, window or soft_cap is out of range, or the backend is unknown.
+        NotImplementedError: the named backend cannot run on the device, or not with these shapes and dtypes.
     """
-    _check_cache(q, k_cache, v_cache)
+    _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     _check_options(window, soft_cap)
     _check_tables(
         block_tables, block_tables.shape[0], context_lens=context_lens, query_starts=query_starts, query_lens=query_lens
     )
     _check_int32((), num_decodes=num_decodes, num_tiles=num_tiles)
     _check_int32(tile_seq.shape[:1], tile_seq=tile_seq, tile_row=tile_row)
-    ragged = choose_backend("paged_attention_ragged", backend, _RAGGED)
+    cache = Cache(k_cache, v_cache, k_scale, v_scale)
+    backends, refusals = _backends(reference.ragged, triton_ragged.ragged, device, q, cache)
+    ragged = choose_backend("paged_attention_ragged", backend, backends, device=device, refusals=refusals)
     rows = (context_lens, query_starts, query_lens, num_decodes)
     tiles = (tile_seq, tile_row, num_tiles)
-    return ragged(q, k_cache, v_cache, block_tables, *rows, *tiles, scale=scale, window=window, soft_cap=soft_cap)
+    return ragged(q, cache, block_tables, *rows, *tiles, scale=scale, window=window, soft_cap=soft_cap)
 
 
-def _check_cache(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> None:
+_Function = Callable[..., jax.Array]
+
+
+def _backends(
+    on_dense: _Function, on_triton: _Function, device: jax.Device | None, q: jax.Array, cache: Cache
+) -> tuple[dict[str, _Function], dict[str, str | None]]:
+    """Backend name -> function(q, cache, *arrays, **options), and backend name -> why it cannot serve this call."""
+
+    def reference(q: jax.Array, cache: Cache, *arrays: jax.Array, **options: Any) -> jax.Array:
+        k_cache, v_cache = cache.k, cache.v
+        if k_cache.dtype in QUANTISED:
+            k_cache, v_cache = dequantize(k_cache, cache.k_scale), dequantize(v_cache, cache.v_scale)
+        return on_dense(q, k_cache, v_cache, *arrays, **options)
+
+    target = target_of(device)
+    functions = {
+        "reference": reference,
+        "triton": partial(on_triton, target=target),
+        "triton_interpret": partial(on_triton, target=Target("interpreter"), interpret=True),
+    }
+    return functions, {"triton": triton_refusal(q, cache.k)}
+
+
+def _check_cache(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> None:
     if q.ndim != 4:
         raise ValueError(f"q {q.shape}: must be [rows, K, G, H]")
-    num_kv_heads, head_dim = q.shape[1], q.shape[3]
-    if k_cache.ndim != 4 or k_cache.shape[2:] != (num_kv_heads, head_dim):
-        raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {num_kv_heads}, {head_dim}], by q {q.shape}")
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be {k_cache.shape} {k_cache.dtype}")
+    check_caches(k_cache, v_cache, q.shape[1], q.shape[3])
+    check_scales(k_cache, k_scale, v_scale)
 
 
 def _check_options(window: int | None, soft_cap: float | None) -> None:

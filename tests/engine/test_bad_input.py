@@ -67,6 +67,11 @@ def test_bad_options(tiny_folder, name, value):
     assert repr(value)[:60] in str(caught.value)
 
 
+def test_a_tokenizer_and_none_at_all_contradict_each_other(tiny_folder):
+    with pytest.raises(InvalidInputError, match="skip_tokenizer_init"):
+        LLM(str(tiny_folder), tokenizer=str(tiny_folder), skip_tokenizer_init=True)
+
+
 def test_an_unknown_option_lists_the_known_ones(tiny_folder):
     with pytest.raises(InvalidInputError, match="max_num_seq=") as caught:
         LLM(str(tiny_folder), max_num_seq=4)

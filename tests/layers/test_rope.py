@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from jaxserve.config import ModelConfig
-from jaxserve.layers.rope import apply_rope, rope_frequencies, rope_tables
+from jaxserve.layers.rope import rope_frequencies, rope_tables
 from jaxserve.models.registry import model_config_from_hf
+from pallas_kernels.rope_kv_write import rotate
 
 MAX_POSITION = 4096
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -75,9 +76,9 @@ def test_rotation_equals_transformers() -> None:
         torch.from_numpy(q.reshape(9, 6, 64)).transpose(0, 1)[None], torch.from_numpy(k).transpose(0, 1)[None],
         cos, sin)
     tables = rope_tables(config.rope, 64, config.max_position, jnp.arange(9, dtype=jnp.int32))
-    np.testing.assert_allclose(apply_rope(jnp.asarray(q), *tables).reshape(9, 6, 64),
+    np.testing.assert_allclose(rotate(jnp.asarray(q), *tables).reshape(9, 6, 64),
                                expected_q[0].transpose(0, 1).numpy(), atol=1e-5)
-    np.testing.assert_allclose(apply_rope(jnp.asarray(k), *tables), expected_k[0].transpose(0, 1).numpy(), atol=1e-5)
+    np.testing.assert_allclose(rotate(jnp.asarray(k), *tables), expected_k[0].transpose(0, 1).numpy(), atol=1e-5)
 
 
 def test_dynamic_at_the_longest_length_equals_transformers() -> None:
@@ -95,6 +96,6 @@ def test_rotation_keeps_bfloat16_but_computes_in_float32() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 64)), jnp.bfloat16)
     _, config = make_rope(CASES["default"])
     tables = rope_tables(config.rope, 64, config.max_position, jnp.arange(5, dtype=jnp.int32))
-    rotated = apply_rope(x, *tables)
+    rotated = rotate(x, *tables)
     assert rotated.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(rotated, apply_rope(x.astype(jnp.float32), *tables).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(rotated, rotate(x.astype(jnp.float32), *tables).astype(jnp.bfloat16))

@@ -13,7 +13,8 @@ from tests.tiny import make_tiny_model, reference_greedy, reference_logprobs, re
 MODELS = {
     "plain": {},  # 4 heads, 2 KV heads, 350 ids: not divisible by 4
     "few": dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=97),
-    "few bias": dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=96, attention_bias=True),
+    "few bias": dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=96, attention_bias=True,
+                     tie_word_embeddings=True),
     "one": dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=97),
     "one bias": dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=97, attention_bias=True),
     "three heads": dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
@@ -87,9 +88,9 @@ def test_each_device_holds_its_own_heads(results, model, mesh):
 
 @pytest.mark.parametrize(("model", "mesh"), RUN)
 def test_a_step_moves_activations_only(results, model, mesh):
-    """Two all-reduces a layer, and one for the embedding where the vocabulary is split; there the sampler exchanges
-    numbers of a row, and branches that run only when asked for (penalties, log-probabilities) the logits.
-    Never weights or caches."""
+    """Two all-reduces a layer; the embedding takes one more where its table is tied to a split output head, and an
+    all-gather where it is not. The sampler exchanges two numbers a row, and branches that run only when asked for
+    (penalties, log-probabilities) the logits. Never weights or caches."""
     size, hidden = int(mesh[-1]), MODELS[model].get("hidden_size", 32)
     vocab_size = MODELS[model].get("vocab_size", 350)
     splits_vocab = size > 1 and vocab_size % size == 0
@@ -99,8 +100,11 @@ def test_a_step_moves_activations_only(results, model, mesh):
         # Row-major, feature-major, or one row cut into slices.
         shapes = {f"{num_tokens},{hidden}", f"{hidden},{num_tokens}", f"8,{hidden // 8}"}
         of_hidden = sum(counts.pop(f"all-reduce f32[{shape}]", 0) for shape in shapes)
-        assert of_hidden == (0 if size == 1 else 4 + splits_vocab)
+        tied = MODELS[model].get("tie_word_embeddings", False)
+        assert of_hidden == (0 if size == 1 else 4 + (tied and splits_vocab))
+        assert counts.pop(f"all-gather f32[{num_tokens},{hidden}]", 0) == (size > 1 and not tied)
         if splits_vocab:
+            assert counts.pop(f"all-gather f32[2,1,{size}]") >= 1  # each device's best, in every branch
             assert counts.pop(f"all-gather f32[1,{vocab_size}]", 0) <= 2
             assert counts.pop(f"all-gather f32[16,{vocab_size}]", 0) <= (kind == "mixed")  # prompt log-probabilities
             counts = {name: count for name, count in counts.items() if not name.startswith("all-reduce")}

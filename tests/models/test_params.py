@@ -32,7 +32,7 @@ LAYER = {
     "mlp.down.weight": ((48, 80), ("embed", "mlp")),
     "mlp.down.bias": ((48,), ("embed",)),
 }
-TOP = {"embed.weight": ((96, 48), ("vocab", "embed")), "norm.weight": ((48,), ("embed",)),
+TOP = {"embed.weight": ((96, 48), (None, "table_width")), "norm.weight": ((48,), ("embed",)),
        "lm_head.weight": ((96, 48), ("vocab", "embed"))}
 
 
@@ -60,7 +60,9 @@ def test_more_ranks_than_kv_heads() -> None:
 
 def test_what_the_ranks_do_not_divide() -> None:
     odd = abstract_params(replace(CONFIG, vocab_size=97), tensor_parallel_size=2)
-    assert odd["embed.weight"].axes == odd["lm_head.weight"].axes == (None, "embed")
+    assert odd["lm_head.weight"].axes == (None, "embed")
+    tied = abstract_params(replace(CONFIG, vocab_size=97, tie_word_embeddings=True), tensor_parallel_size=2)
+    assert tied["embed.weight"].axes == (None, "embed")
     with pytest.raises(InvalidInputError, match="MLP width 80"):
         abstract_params(replace(CONFIG, num_heads=96), tensor_parallel_size=32)
     with pytest.raises(InvalidInputError, match="query heads"):

@@ -42,3 +42,9 @@ def test_there_are_few():
 def test_odd_limits_are_buckets_themselves(max_num_seqs, budget):
     buckets = Buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, query_tile=64)
     assert buckets.decode[-1].num_tokens == max_num_seqs and buckets.mixed[-1].num_tokens == budget
+
+
+def test_decode_buckets_of_a_gpu_start_at_eight() -> None:
+    options = dict(max_num_batched_tokens=64, query_tile=64, platform="gpu")
+    assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=20, **options).decode] == [8, 16, 20]
+    assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=3, **options).decode] == [3]

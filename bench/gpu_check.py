@@ -1,0 +1,98 @@
+"""What only a GPU can tell, in one command of under five minutes: are the kernels right on this card, how near do they
+come to its memory's speed, and how fast are a small real model and the decode step of a large one.
+
+Kernels are compared with the jax.numpy reference on the same device. Bandwidth is measured first, with an elementwise
+kernel over a large array, and the kernels' bytes per second (weights or live KV, each once) are given as a share of it.
+`--dry-run` goes the same way on a CPU, with small shapes and the kernels in Pallas' interpreter: it shows that the
+script works, its speeds mean nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import report
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("bench.gpu_check", __doc__)
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU: small shapes, interpreted kernels")
+    args = parser.parse_args(argv)
+    import jax
+
+    start = time.perf_counter()
+    device = jax.devices()[0]
+    if not args.dry_run and device.platform != "gpu":
+        raise SystemExit(f"bench.gpu_check: JAX's default device is a {device.platform}; --dry-run works without a GPU")
+    results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "python": sys.version.split()[0],
+                               "date": datetime.date.today().isoformat(), "dry_run": args.dry_run}
+    results["kernels"] = _kernels(args.dry_run)
+    results["speeds"] = _speeds(args.dry_run)
+    results["end_to_end"] = _end_to_end(args.dry_run)
+    results["seconds"] = time.perf_counter() - start
+    print(f"took {results['seconds']:.0f} s")
+    report.write_json(args.json or _default_file(results), results)
+    if not all(kernel["is_right"] for kernel in results["kernels"]):
+        raise SystemExit("bench.gpu_check: a kernel differs from the reference")
+    return results
+
+
+def _default_file(results: dict[str, Any]) -> Path | None:
+    if results["dry_run"]:
+        return None
+    card = "-".join(results["device"].lower().split())
+    return Path(__file__).parent / "results" / f"gpu-check-{card}-{results['date']}.json"
+
+
+def _kernels(dry_run: bool) -> list[dict[str, Any]]:
+    from bench.gpu.kernels import LIMIT, compare_all
+
+    found = compare_all("triton_interpret" if dry_run else None, only_first=dry_run)
+    report.show("kernels against the reference", ["case", "relative error", "right"],
+                [[each.name, f"{each.error:.1e}", each.is_right] for each in found], [f"limit {LIMIT}"])
+    return [{"name": each.name, "error": each.error, "is_right": each.is_right} for each in found]
+
+
+def _speeds(dry_run: bool) -> dict[str, Any]:
+    from bench.gpu.kernels import memory_bandwidth, speeds
+
+    bandwidth = memory_bandwidth(1 << (20 if dry_run else 30))
+    shape = dict(num_seqs=2, context=40, num_in=256, num_out=128) if dry_run else dict(
+        num_seqs=64, context=4096, num_in=4096, num_out=28672)
+    found = speeds("triton_interpret" if dry_run else None, **shape)
+    report.show(f"speed; the memory gives {bandwidth / 1e9:,.0f} GB/s",
+                ["kernel", "microseconds", "share of bandwidth"],
+                [[each.name, each.seconds * 1e6, f"{each.num_bytes / each.seconds / bandwidth:.0%}"] for each in found])
+    return {"bandwidth_bytes_per_s": bandwidth,
+            "kernels": [{"name": each.name, "seconds": each.seconds, "bytes": each.num_bytes} for each in found]}
+
+
+def _end_to_end(dry_run: bool) -> dict[str, Any]:
+    from bench.compiled.lowering import StepOptions, read_model
+    from bench.gpu.steps import decode_step, smollm2
+
+    if dry_run:
+        smallest = replace(read_model("llama-3.1-8b"), num_layers=2, layer_windows=(None, None), hidden_size=128,
+                           intermediate_size=256, vocab_size=512, num_heads=4, num_kv_heads=2, head_dim=32)
+        options = StepOptions(batch=2, context=40, max_model_len=64, dtype="float32")
+        large = [decode_step("tiny llama", options, model=smallest)]
+        small = smollm2(2, 4, max_num_seqs=2, max_num_batched_tokens=64)
+    else:
+        large = [decode_step("llama-3.1-8b", StepOptions(), quantization=quantization)
+                 for quantization in (None, "int4")]
+        small = smollm2(64, 128)
+    report.show("end to end", ["what", "milliseconds a step", "tokens/s"], [
+        ["SmolLM2-135M, {requests} requests".format(**small), "", small["output_tokens_per_s"]],
+        *(["decode step of {model} {quantization}, {sequences} x {context} tokens".format(**step),
+           step["seconds"] * 1e3, step["sequences"] / step["seconds"]] for step in large)], [repr(small["answer"])])
+    return {"smollm2": small, "decode_steps": large}
+
+
+if __name__ == "__main__":
+    main()
