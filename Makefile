@@ -19,10 +19,10 @@ demo: $(RUN) model
 	@$(BIN)/jaxserve generate --temperature 0 --max-tokens 96 "$(QUESTION)"
 
 test: $(TEST) model
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not slow"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(TEST) model
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Kernels and their compiles under the newest JAX, without the engine's tests (these need torch).
 test-jax-latest: $(LATEST)/.stamp

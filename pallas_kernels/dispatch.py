@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
 
 # Best first. A platform that is not listed, or has none of these for a kernel, runs the reference.
-PREFERRED_BACKENDS: dict[str, tuple[str, ...]] = {"gpu": ("mosaic", "triton"), "cpu": ()}
+# Mosaic comes after Triton until both have been timed on a card.
+PREFERRED_BACKENDS: dict[str, tuple[str, ...]] = {"gpu": ("triton", "mosaic"), "cpu": ()}
 # The oldest GPU, as (major, minor) compute capability, that a backend's compiler serves. Others run anywhere.
 OLDEST_GPU: dict[str, tuple[int, int]] = {"mosaic": (9, 0), "triton": (8, 0)}
 

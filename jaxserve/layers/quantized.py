@@ -40,11 +40,11 @@ class Int4Linear(nnx.Module):
     def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
         """[T, in...] -> [T, out...]."""
         num_out = math.prod(self.out_shape)
-        packed, scales, zeros, bias = (None if param is None else param.get_value()
-                                       for param in (self.packed, self.scales, self.zeros, self.bias))
-        weight = Int4Weight(packed.reshape(-1, num_out, WORDS), scales.reshape(-1, num_out),
-                            None if zeros is None else zeros.reshape(-1, num_out))
-        y = int4_matmul(x.reshape(x.shape[0], -1), weight, None if bias is None else bias.reshape(num_out))
+        scales = self.scales.get_value().reshape(-1, num_out)
+        zeros = None if self.zeros is None else self.zeros.get_value().reshape(-1, num_out)
+        bias = None if self.bias is None else self.bias.get_value().reshape(num_out)
+        weight = Int4Weight(self.packed.get_value().reshape(-1, num_out, WORDS), scales, zeros)
+        y = int4_matmul(x.reshape(x.shape[0], -1), weight, bias)
         return y.reshape(-1, *self.out_shape).astype(out_dtype or x.dtype)
 
 

@@ -4,6 +4,7 @@ Backends: "reference" (jax.numpy, any platform), "triton" (NVIDIA GPUs from 8.0 
 kernel in Pallas' interpreter, any platform, slow; for tests).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -57,7 +58,7 @@ def int4_matmul(
     if bias is not None and (bias.shape != (num_outputs,) or not jnp.issubdtype(bias.dtype, jnp.floating)):
         raise ValueError(f"bias {bias.shape} {bias.dtype}: must be [{num_outputs}] of a float dtype, or None")
     on_target = partial(triton.int4_matmul, target=target_of(device))
-    implementations = {
+    implementations: dict[str, Callable[..., jax.Array]] = {
         "reference": reference.int4_matmul,
         "triton": on_target,
         "triton_interpret": partial(on_target, interpret=True),

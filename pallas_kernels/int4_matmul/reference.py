@@ -4,6 +4,8 @@
 slab, then all second ones. XLA:CPU unpacks in that order without moving anything, so it is x that is reordered.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,9 @@ def int4_matmul(x: jax.Array, weight: Int4Weight, bias: jax.Array | None) -> jax
     """
     num_tokens, num_outputs = x.shape[0], weight.packed.shape[1]
     blocks = in_packed_order(x.astype(jnp.float32)).reshape(num_tokens, -1, BLOCK).swapaxes(0, 1)
-    scales, zeros = (None if rows is None else _per_slab(rows, weight) for rows in weight[1:])
+    scales, zeros = (rows if rows is None else _per_slab(rows, weight) for rows in weight[1:])
 
-    def add_block(total: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def add_block(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         x_block, words, scale, zero = block
         dense = _dequantize(words, scale, zero)
         return total + lax.dot_general(x_block, dense, _CONTRACT_LAST, precision=lax.Precision.HIGHEST), None
@@ -39,7 +41,7 @@ def int4_matmul(x: jax.Array, weight: Int4Weight, bias: jax.Array | None) -> jax
 
 def int4_matmul_dense(x: jax.Array, weight: Int4Weight, bias: jax.Array | None) -> jax.Array:
     """The same by way of all weights in x's dtype: what a GPU does fastest with very many tokens."""
-    scales, zeros = (None if rows is None else _per_slab(rows, weight).swapaxes(0, 1) for rows in weight[1:])
+    scales, zeros = (rows if rows is None else _per_slab(rows, weight).swapaxes(0, 1) for rows in weight[1:])
     unpack = jax.vmap(_dequantize, in_axes=(1, 1, None if zeros is None else 1), out_axes=1)
     dense = unpack(weight.packed.swapaxes(0, 1), scales, zeros)
     dense = dense.astype(x.dtype).reshape(dense.shape[0], -1)
@@ -61,8 +63,8 @@ def _per_slab(rows: jax.Array, weight: Int4Weight) -> jax.Array:
     return repeated.reshape(-1, _SLABS, rows.shape[1]).swapaxes(1, 2)
 
 
-def _dequantize(words: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
-    """One block: words [N, 16], scales and zero-points [N, slabs] -> float32 [N, 128] in packed order."""
+def _dequantize(words: jax.Array, scales: Any, zeros: Any) -> jax.Array:
+    """One block: words [N, 16], scales and zero-points (or None) [N, slabs] -> float32 [N, 128] in packed order."""
     words, shifts = jnp.broadcast_arrays(words[:, None, None, :], _SHIFTS[:, :, None])
     nibbles = (lax.shift_right_logical(words, shifts) & 15).reshape(-1, _SLABS, SLAB).astype(jnp.float32)
     zero = SYMMETRIC_ZERO if zeros is None else zeros[:, :, None].astype(jnp.float32)

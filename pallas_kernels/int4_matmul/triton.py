@@ -59,7 +59,10 @@ def tiles_for(num_tokens: int, target: Target) -> Tiles | None:
 def num_splits_for(tiles: Tiles, num_tokens: int, packed: Any, target: Target) -> int:
     """Into how many parts the input features of packed [C, N, 16] are split."""
     num_tiles = pl.cdiv(num_tokens, tiles.tokens) * pl.cdiv(packed.shape[1], tiles.outputs)
-    return min(max(round(tiles.programs_per_core * target.num_cores / num_tiles), 1), packed.shape[0])
+    wanted = round(tiles.programs_per_core * target.num_cores / num_tiles)
+    # A split writes and reads back 8 bytes a token and output, a block of its weights has 66: at most a quarter.
+    fewest_blocks = min(-(-num_tokens // 2), 16)
+    return max(min(wanted, packed.shape[0] // fewest_blocks), 1)
 
 
 def int4_matmul(

@@ -13,7 +13,8 @@ Common to both functions:
 - A quantised cache, int8 or float8_e4m3fn (arXiv:2209.05433), holds x / scale. Scales are float32 [K], one for each
   head, or [B, K], one for each block and head. float8 may go without, which means 1.
 
-Backends: "reference" (jax.numpy, any platform), "triton" (NVIDIA GPUs from 8.0 on, products in bfloat16 or float16) and
+Backends: "reference" (jax.numpy, any platform), "triton" (NVIDIA GPUs from 8.0 on, products in bfloat16 or float16),
+"mosaic" (9.0 only; see mosaic_tiles.refusal for what it leaves to Triton) and
 "triton_interpret" (the same kernels in Pallas' interpreter, any platform and dtype, slow; for tests).
 """
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, choose_backend, target_of
 from pallas_kernels.kv_write.checks import QUANTISED, check_caches, check_scales
-from pallas_kernels.paged_attention import reference, triton, triton_ragged
+from pallas_kernels.paged_attention import mosaic_decode, mosaic_ragged, reference, triton, triton_ragged
 from pallas_kernels.paged_attention.quantization import dequantize
 from pallas_kernels.paged_attention.triton_launch import refusal as triton_refusal
 from pallas_kernels.paged_attention.triton_tiles import Cache
@@ -77,7 +78,8 @@ def paged_attention_decode(
     num_seqs = q.shape[0]
     _check_tables(block_tables, num_seqs, context_lens=context_lens)
     cache = Cache(k_cache, v_cache, k_scale, v_scale)
-    backends, refusals = _backends(reference.decode, triton.decode, device, q, cache)
+    on_mosaic = mosaic_decode.decode, mosaic_decode.refusal
+    backends, refusals = _backends(reference.decode, triton.decode, on_mosaic, device, q, cache)
     decode = choose_backend("paged_attention_decode", backend, backends, device=device, refusals=refusals)
     return decode(q, cache, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
 
@@ -137,7 +139,8 @@ def paged_attention_ragged(
     _check_int32((), num_decodes=num_decodes, num_tiles=num_tiles)
     _check_int32(tile_seq.shape[:1], tile_seq=tile_seq, tile_row=tile_row)
     cache = Cache(k_cache, v_cache, k_scale, v_scale)
-    backends, refusals = _backends(reference.ragged, triton_ragged.ragged, device, q, cache)
+    on_mosaic = mosaic_ragged.ragged, mosaic_ragged.refusal
+    backends, refusals = _backends(reference.ragged, triton_ragged.ragged, on_mosaic, device, q, cache)
     ragged = choose_backend("paged_attention_ragged", backend, backends, device=device, refusals=refusals)
     rows = (context_lens, query_starts, query_lens, num_decodes)
     tiles = (tile_seq, tile_row, num_tiles)
@@ -148,7 +151,12 @@ _Function = Callable[..., jax.Array]
 
 
 def _backends(
-    on_dense: _Function, on_triton: _Function, device: jax.Device | None, q: jax.Array, cache: Cache
+    on_dense: _Function,
+    on_triton: _Function,
+    on_mosaic: tuple[_Function, Callable[..., str | None]],
+    device: jax.Device | None,
+    q: jax.Array,
+    cache: Cache,
 ) -> tuple[dict[str, _Function], dict[str, str | None]]:
     """Backend name -> function(q, cache, *arrays, **options), and backend name -> why it cannot serve this call."""
 
@@ -159,12 +167,13 @@ def _backends(
         return on_dense(q, k_cache, v_cache, *arrays, **options)
 
     target = target_of(device)
-    functions = {
+    functions: dict[str, _Function] = {
         "reference": reference,
         "triton": partial(on_triton, target=target),
+        "mosaic": partial(on_mosaic[0], target=target),
         "triton_interpret": partial(on_triton, target=Target("interpreter"), interpret=True),
     }
-    return functions, {"triton": triton_refusal(q, cache.k)}
+    return functions, {"triton": triton_refusal(q, cache.k), "mosaic": on_mosaic[1](target, q, cache.k)}
 
 
 def _check_cache(

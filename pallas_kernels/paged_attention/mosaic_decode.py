@@ -31,7 +31,7 @@ from pallas_kernels.paged_attention.mosaic_tiles import (
     parts_of,
     refusal,
 )
-from pallas_kernels.paged_attention.triton import _combine as combine
+from pallas_kernels.paged_attention.triton import combine
 from pallas_kernels.paged_attention.triton_tiles import Cache
 
 SPLIT_KEYS = 512

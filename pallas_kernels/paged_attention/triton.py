@@ -93,7 +93,7 @@ def decode(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return results[0] if num_splits == 1 else _combine(*results, out, interpret)
+    return results[0] if num_splits == 1 else combine(results[0], results[1], out, interpret)
 
 
 def choose_num_splits(num_programs: int, most_keys: int, num_cores: int, tiles: DecodeTiles) -> int:
@@ -154,7 +154,8 @@ def _split_range(
     return begin, jnp.minimum(begin + keys, length)
 
 
-def _combine(partial: jax.Array, weight: jax.Array, out: jax.ShapeDtypeStruct, interpret: bool) -> jax.Array:
+def combine(partial: jax.Array, weight: jax.Array, out: jax.ShapeDtypeStruct, interpret: bool) -> jax.Array:
+    """The splits' results [S, K, splits, G, H] as one [S, K, G, H], by what they weigh [S, K, splits, G]."""
     num_seqs, num_kv_heads, num_splits, group_heads, head_dim = partial.shape
     # A program holds [num_splits, H] numbers: at most 32 registers a thread for them, where 8 warps suffice.
     num_warps = min(max(num_splits * padded(head_dim) // 1024, 1), 8)

@@ -79,11 +79,11 @@ def ragged(
     interpret: bool = False,
 ) -> jax.Array:
     """See api.paged_attention_ragged; for the other arguments triton.decode, which gets `decode_tiles`."""
-    scores = dict(scale=scale, window=window, soft_cap=soft_cap)
+    scores: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap)
     num_rows, num_kv_heads, group_heads, _ = q.shape
     most_decodes = min(num_rows, context_lens.shape[0])
     decode_lens = jnp.where(jnp.arange(most_decodes) < num_decodes, context_lens[:most_decodes], 0)
-    options = dict(target=target, tiles=decode_tiles, interpret=interpret)
+    options: dict[str, Any] = dict(target=target, tiles=decode_tiles, interpret=interpret)
     decoded = decode(q, cache, block_tables, decode_lens, **scores, **options)
     out = jnp.pad(decoded, ((0, num_rows - most_decodes), (0, 0), (0, 0), (0, 0)))
 
@@ -118,7 +118,7 @@ def _program_rows(tiles: RaggedTiles, group_heads: int) -> int:
 
 
 def _ragged_kernel(
-    _: Any,
+    _decoded_ref: Any,
     q_ref: Any,
     cache: Cache,
     tables_ref: Any,
@@ -133,7 +133,7 @@ def _ragged_kernel(
     pieces_per_tile = QUERY_TILE // program_rows
     head, program, num_programs = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
 
-    def attend_piece(index: jax.Array, _: None) -> None:
+    def attend_piece(index: jax.Array, _carry: None) -> None:
         piece = program + index * num_programs
         tile = lax.div(piece, pieces_per_tile)
         seq, tile_row = plt.load(chunks.tile_seq.at[tile]), plt.load(chunks.tile_row.at[tile])

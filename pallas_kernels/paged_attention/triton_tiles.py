@@ -49,7 +49,7 @@ def _lanes(ref: Any) -> tuple[jax.Array, jax.Array | None]:
     return lane, None if lane.size == head_dim else lane < head_dim
 
 
-def cdiv(count: Any, size: int) -> Any:
+def cdiv(count: Any, size: Any) -> Any:
     """count / size, rounded up; for Python ints and traced int32. A count below 0 gives at most 0."""
     return (count + size - 1) // size if isinstance(count, int) else lax.div(count + (size - 1), size)
 

@@ -84,7 +84,7 @@ class Step:
             used[blocks] = True
             block, slot = blocks[position // block_size], position % block_size
             for values in (self.k_cache, self.v_cache):
-                values[block, slot] = self._stored(rng, (context, num_kv_heads, width), cache)
+                values[block, slot] = self._stored(rng, (context, num_kv_heads, width), cache, scales)
             self.keys.append((self._read(self.k_cache, self.k_scale, block, slot),
                               self._read(self.v_cache, self.v_scale, block, slot)))
             if seq >= self.num_decodes:
@@ -102,11 +102,12 @@ class Step:
         return rng.uniform(0.005, 0.02, (2, *shape)).astype(np.float32)
 
     @staticmethod
-    def _stored(rng, shape, cache):
+    def _stored(rng, shape, cache, scales):
         if cache == np.int8:
             return rng.integers(-128, 128, shape, dtype=np.int8)
-        if cache == FLOAT8:  # subnormal numbers too: below 2 ** -6
-            return (rng.normal(size=shape) * 2.0 ** rng.integers(-9, 7, shape)).astype(cache)
+        if cache == FLOAT8:  # subnormal numbers too: below 2 ** -6; unscaled no scores in the hundreds, ill-conditioned
+            most = 7 if scales else 1
+            return (rng.normal(size=shape) * 2.0 ** rng.integers(-9, most, shape)).astype(cache)
         return rng.normal(size=shape).astype(cache)
 
     @staticmethod

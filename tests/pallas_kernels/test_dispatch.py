@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxserve.targets import get_target
-from pallas_kernels.dispatch import Target, choose_backend, target_of
+from pallas_kernels.dispatch import Target, choose_backend, compiling_for, target_of
 
 BACKENDS = {name: lambda name=name: name for name in ("reference", "triton", "mosaic")}
 
@@ -29,8 +29,8 @@ TPU: Any = SimpleNamespace(platform="tpu")
         (gpu("7.5"), "reference"),
         (gpu("8.0"), "triton"),
         (gpu("8.9"), "triton"),
-        (gpu("9.0"), "mosaic"),
-        (gpu("10.0"), "mosaic"),
+        (gpu("9.0"), "triton"),
+        (gpu("10.0"), "triton"),
     ],
     ids=str,
 )
@@ -45,7 +45,7 @@ def test_named_backend_wins_over_the_device():
 
 def test_refused_call_goes_to_the_next():
     h200 = gpu("9.0")
-    assert choose_backend("some", None, BACKENDS, device=h200, refusals={"mosaic": "odd shape"})() == "triton"
+    assert choose_backend("some", None, BACKENDS, device=h200, refusals={"triton": "odd shape"})() == "mosaic"
     both = {"mosaic": "odd shape", "triton": "odd too"}
     assert choose_backend("some", None, BACKENDS, device=h200, refusals=both)() == "reference"
 
@@ -73,10 +73,10 @@ def test_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
         for _ in range(3):
             choose_backend("logged", "triton", BACKENDS, device=gpu("8.0"))
-            choose_backend("logged", None, BACKENDS, device=gpu("9.0"), refusals={"mosaic": "odd shape"})
+            choose_backend("logged", None, BACKENDS, device=gpu("9.0"), refusals={"triton": "odd shape"})
     assert [record.getMessage() for record in caplog.records] == [
         "kernel logged: backend triton (asked for)",
-        "kernel logged: backend triton (chosen for gpu; not mosaic: odd shape)",
+        "kernel logged: backend mosaic (chosen for gpu; not triton: odd shape)",
     ]
 
 
@@ -84,6 +84,13 @@ def test_choice_is_logged_once(caplog):
 def test_topology_device_is_a_target(name):
     card = get_target(name)
     assert target_of(card.mesh().devices.flat[0]) == Target("gpu", card.compute_capability, card.num_sms)
+
+
+def test_a_program_for_another_device():
+    with compiling_for(gpu("8.9")):
+        assert target_of() == target_of(gpu("8.9"))
+        assert target_of(gpu("8.0")) == target_of(gpu("8.0"))  # named: taken
+    assert target_of() == Target(jax.devices()[0].platform)
 
 
 def test_default_device():

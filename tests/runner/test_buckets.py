@@ -1,5 +1,7 @@
 """Buckets hold every plan, and are few."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,6 @@ def test_odd_limits_are_buckets_themselves(max_num_seqs, budget):
 
 
 def test_decode_buckets_of_a_gpu_start_at_eight() -> None:
-    options = dict(max_num_batched_tokens=64, query_tile=64, platform="gpu")
+    options: dict[str, Any] = dict(max_num_batched_tokens=64, query_tile=64, platform="gpu")
     assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=20, **options).decode] == [8, 16, 20]
     assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=3, **options).decode] == [3]
