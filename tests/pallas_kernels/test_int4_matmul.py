@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int4_matmul import Int4Weight, from_nibbles, int4_matmul, layout, reference, triton
@@ -226,7 +227,7 @@ def test_ptx_of_unpacking(monkeypatch, dtype, has_zeros, has_scale):
         assert (constraints.count("r"), pack) == (1 + len(args), 1)
         return [jnp.asarray(run_ptx(text, dtype, *(np.asarray(arg).view(np.uint32) for arg in args)).view(np.int32))]
 
-    monkeypatch.setattr("pallas_kernels.int4_matmul.unpack.plt.elementwise_inline_asm", run)
+    monkeypatch.setattr(plt, "elementwise_inline_asm", run)
     given: dict[str, Any] = dict(words=words.view(np.int32), zeros=zeros, scale=scale)
     run_unpack = partial(unpack, **jax.tree.map(jnp.asarray, given), dtype=jnp.dtype(dtype))
     got, interpreted = (np.asarray(run_unpack(interpret=interpret)) for interpret in (False, True))
