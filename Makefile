@@ -26,7 +26,8 @@ test-all: $(TEST) model
 
 # Kernels and their compiles under the newest JAX, without the engine's tests (these need torch).
 test-jax-latest: $(LATEST)/.stamp
-	JAX_PLATFORMS=cpu $(LATEST)/bin/python -m pytest --noconftest -m "not slow" tests/pallas_kernels tests/targets
+	JAX_PLATFORMS=cpu $(LATEST)/bin/python -m pytest --noconftest -m "not slow" -n 2 --dist loadfile \
+		tests/pallas_kernels tests/targets
 
 # Against transformers, in the same run.
 bench: $(TEST) model
@@ -53,7 +54,7 @@ $(BIN)/python:
 
 $(LATEST)/.stamp: pyproject.toml
 	$(PYTHON_LATEST) -m venv $(LATEST)
-	$(LATEST)/bin/python -m pip install --quiet -e '.[aot]' 'jax>=0.12' pytest hypothesis
+	$(LATEST)/bin/python -m pip install --quiet -e '.[aot]' 'jax>=0.12' pytest pytest-xdist hypothesis
 	@touch $@
 
 $(RUN): pyproject.toml | $(BIN)/python

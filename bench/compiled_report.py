@@ -44,16 +44,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: its CUDA plugin wants a GPU otherwise
     from bench.compiled.lowering import StepOptions, lower_step, read_model
     from bench.compiled.measure import Measured
+    from jaxserve.errors import JaxserveError
+    from jaxserve.runner.sharding import check_divisible
     from jaxserve.targets import get_target, lowering_for, read_program
 
-    model, target = read_model(args.model, args.quantization), get_target(args.target)
-    options = StepOptions(batch=args.batch, tokens=args.tokens, context=args.context, block_size=args.block_size,
-                          max_model_len=args.max_model_len)
-    mesh = target.mesh(args.tensor_parallel_size)
+    try:
+        model, target = read_model(args.model, args.quantization), get_target(args.target.lower())
+        options = StepOptions(batch=args.batch, tokens=args.tokens, context=args.context, block_size=args.block_size,
+                              max_model_len=args.max_model_len)
+        if args.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size={args.tensor_parallel_size}: must be at least 1")
+        mesh = target.mesh(args.tensor_parallel_size)
+        check_divisible(model, args.tensor_parallel_size)
+    except (ValueError, JaxserveError) as error:
+        raise SystemExit(f"bench.compiled_report: {error}") from error
     results: dict[str, Any] = {}
     for kind in args.steps:
-        with lowering_for(target, mesh):
-            step = lower_step(kind, model, mesh, options)
+        try:
+            with lowering_for(target, mesh):
+                step = lower_step(kind, model, mesh, options)
+        except (ValueError, JaxserveError) as error:  # e.g. 4-bit weights on several devices
+            raise SystemExit(f"bench.compiled_report: {error}") from error
         measured = Measured(step, read_program(step.lowered, target))
         _show(kind, measured, args)
         results[kind] = measured.as_json()
@@ -68,7 +79,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="h200", help="a100, a10g, l4, rtx4090, h100, h200 or b200")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--quantization", choices=["int4"], help="of the projections' weights, in groups of 128")
-    parser.add_argument("--batch", type=int, default=32, metavar="S", help="sequences")
+    parser.add_argument("--batch", type=int, default=32, metavar="S",
+                        help="sequences; also the most that the engine would run")
     parser.add_argument("--tokens", type=int, default=2048, metavar="T", help="of the mixed step")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens of each decoding sequence")
     parser.add_argument("--block-size", type=int, default=16, metavar="P")

@@ -9,11 +9,13 @@ script works, its speeds mean nothing.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from bench import report
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = report.parser("bench.gpu_check", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results; default: a file in bench/results")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU: small shapes, interpreted kernels")
     args = parser.parse_args(argv)
     import jax
@@ -32,12 +35,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise SystemExit(f"bench.gpu_check: JAX's default device is a {device.platform}; --dry-run works without a GPU")
     results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "python": sys.version.split()[0],
                                "date": datetime.date.today().isoformat(), "dry_run": args.dry_run}
-    results["kernels"] = _kernels(args.dry_run)
-    results["speeds"] = _speeds(args.dry_run)
-    results["end_to_end"] = _end_to_end(args.dry_run)
-    results["seconds"] = time.perf_counter() - start
+    backends = _backends(args.dry_run, device)
+    parts: dict[str, Callable[[bool], Any]] = {
+        "kernels": partial(_kernels, backends), "speeds": partial(_speeds, backends), "end_to_end": _end_to_end,
+    }
+    for name, run in parts.items():
+        results[name] = run(args.dry_run)
+        results["seconds"] = time.perf_counter() - start
+        report.write_json(args.json or _default_file(results), results)  # what is known so far, should the next fail
     print(f"took {results['seconds']:.0f} s")
-    report.write_json(args.json or _default_file(results), results)
     if not all(kernel["is_right"] for kernel in results["kernels"]):
         raise SystemExit("bench.gpu_check: a kernel differs from the reference")
     return results
@@ -50,27 +56,38 @@ def _default_file(results: dict[str, Any]) -> Path | None:
     return Path(__file__).parent / "results" / f"gpu-check-{card}-{results['date']}.json"
 
 
-def _kernels(dry_run: bool) -> list[dict[str, Any]]:
+def _backends(dry_run: bool, device: Any) -> list[str]:
+    """By name, so that a kernel that cannot run is an error and never the reference compared with itself."""
+    if dry_run:
+        return ["triton_interpret"]
+    return ["triton", "mosaic"] if str(device.compute_capability).startswith("9.") else ["triton"]
+
+
+def _kernels(backends: list[str], dry_run: bool) -> list[dict[str, Any]]:
     from bench.gpu.kernels import LIMIT, compare_all
 
-    found = compare_all("triton_interpret" if dry_run else None, only_first=dry_run)
-    report.show("kernels against the reference", ["case", "relative error", "right"],
-                [[each.name, f"{each.error:.1e}", each.is_right] for each in found], [f"limit {LIMIT}"])
-    return [{"name": each.name, "error": each.error, "is_right": each.is_right} for each in found]
+    found = [(backend, each) for backend in backends for each in compare_all(backend, only_first=dry_run)]
+    report.show("kernels against the reference", ["case", "backend", "relative error", "right"],
+                [[each.name, backend, f"{each.error:.1e}", each.is_right] for backend, each in found],
+                [f"limit {LIMIT}"])
+    return [{"name": each.name, "backend": backend, "error": each.error, "is_right": each.is_right}
+            for backend, each in found]
 
 
-def _speeds(dry_run: bool) -> dict[str, Any]:
+def _speeds(backends: list[str], dry_run: bool) -> dict[str, Any]:
     from bench.gpu.kernels import memory_bandwidth, speeds
 
     bandwidth = memory_bandwidth(1 << (20 if dry_run else 30))
     shape = dict(num_seqs=2, context=40, num_in=256, num_out=128) if dry_run else dict(
         num_seqs=64, context=4096, num_in=4096, num_out=28672)
-    found = speeds("triton_interpret" if dry_run else None, **shape)
+    found = [(backend, each) for backend in backends for each in speeds(backend, **shape)]
     report.show(f"speed; the memory gives {bandwidth / 1e9:,.0f} GB/s",
-                ["kernel", "microseconds", "share of bandwidth"],
-                [[each.name, each.seconds * 1e6, f"{each.num_bytes / each.seconds / bandwidth:.0%}"] for each in found])
+                ["kernel", "backend", "microseconds", "share of bandwidth"],
+                [[each.name, backend, each.seconds * 1e6, f"{each.num_bytes / each.seconds / bandwidth:.0%}"]
+                 for backend, each in found])
     return {"bandwidth_bytes_per_s": bandwidth,
-            "kernels": [{"name": each.name, "seconds": each.seconds, "bytes": each.num_bytes} for each in found]}
+            "kernels": [{"name": each.name, "backend": backend, "seconds": each.seconds, "bytes": each.num_bytes}
+                        for backend, each in found]}
 
 
 def _end_to_end(dry_run: bool) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class StepOptions:
     max_model_len: int = 8192
 
     def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "context", "block_size", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.tokens < self.batch:
             raise ValueError(f"tokens={self.tokens}: must be at least batch={self.batch}")
         if not 1 <= self.context <= self.max_model_len:
@@ -118,6 +121,9 @@ def lower_step(kind: Literal["decode", "mixed"], model: ModelConfig, mesh: Mesh,
     context_lens = [options.context] * options.batch
     if kind == "mixed":
         context_lens[-1] = options.tokens - options.batch + 1
+        if context_lens[-1] > options.max_model_len:
+            raise ValueError(f"tokens={options.tokens}: the prompt of {context_lens[-1]} tokens would exceed "
+                             f"max_model_len={options.max_model_len}")
     buckets = Buckets(max_num_seqs=options.batch, max_num_batched_tokens=options.tokens, query_tile=QUERY_TILE,
                       platform=mesh.devices.flat[0].platform)
     bucket = buckets.for_decode(options.batch) if kind == "decode" else buckets.for_mixed(options.tokens)

@@ -48,13 +48,14 @@ PRODUCTS = ((17, (1024, 256), 32), (1, (512, 384), 128), (300, (256, 640), 64))
 """(T, (inputs, outputs), group size) to compare."""
 
 
-def compare_all(backend: str | None, *, only_first: bool = False) -> list[Comparison]:
-    """Every kernel against the reference on the same random values.
+def compare_all(backend: str, *, only_first: bool = False) -> list[Comparison]:
+    """Every kernel against the reference on the same random values; "mosaic" has attention only, in some shapes.
 
     Args:
-      backend: of the kernels; None is the device's best, which the log names.
       only_first: of the head shapes and products.
     """
+    if backend == "mosaic":
+        return _compare_mosaic()
     rng = np.random.default_rng()
     found = []
     for group, width in HEADS[:1] if only_first else HEADS:
@@ -79,7 +80,20 @@ def compare_all(backend: str | None, *, only_first: bool = False) -> list[Compar
     return found
 
 
-def speeds(backend: str | None, *, num_seqs: int, context: int, num_in: int, num_out: int) -> list[Speed]:
+def _compare_mosaic() -> list[Comparison]:
+    rng = np.random.default_rng()
+    found = []
+    for group, width in ((4, 128), (1, 64)):
+        arrays = _attention_arrays(rng, [1, 17, 400, 1030], 2, group, width, jnp.bfloat16)
+        arrays.pop("scales")
+        found.append(_compare(f"decode G={group} H={width}", partial(paged_attention_decode, scale=width**-0.5),
+                              tuple(arrays.values()), "mosaic"))
+        found.append(_compare(f"mixed G={group} H={width}", partial(paged_attention_ragged, scale=width**-0.5),
+                              _ragged_arrays(rng, arrays), "mosaic"))
+    return found
+
+
+def speeds(backend: str, *, num_seqs: int, context: int, num_in: int, num_out: int) -> list[Speed]:
     """Decode attention of Llama-3.1-8B's heads, and 4-bit products of its MLP's size or the size given."""
     rng = np.random.default_rng()
     arrays = _attention_arrays(rng, [context] * num_seqs, 8, 4, 128, jnp.bfloat16)
@@ -87,6 +101,8 @@ def speeds(backend: str | None, *, num_seqs: int, context: int, num_in: int, num
     decode = jax.jit(partial(paged_attention_decode, scale=128**-0.5, backend=backend))
     live_bytes = 2 * num_seqs * context * 8 * 128 * 2
     found = [Speed(f"decode attention, {num_seqs} x {context} tokens", seconds(decode, *arrays.values()), live_bytes)]
+    if backend == "mosaic":
+        return found
     weight = random_int4(rng, num_in, num_out, 128)
     weight_bytes = sum(array.nbytes for array in weight if array is not None)
     for num_tokens in (1, 16):
@@ -127,7 +143,7 @@ def random_int4(rng: np.random.Generator, num_in: int, num_out: int, group_size:
                       jnp.asarray(rng.integers(0, 16, shape), jnp.int8))
 
 
-def _compare(name: str, function: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> Comparison:
+def _compare(name: str, function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Comparison:
     ours, theirs = (jax.tree.leaves(jax.jit(partial(function, backend=which))(*args))
                     for which in (backend, "reference"))
     return Comparison(name, max(_error(a, b) for a, b in zip(ours, theirs, strict=True)))

@@ -188,7 +188,7 @@ def _check_cache(
 def _check_options(window: int | None, soft_cap: float | None) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be at least 1 token, or None")
-    if soft_cap is not None and soft_cap <= 0:
+    if soft_cap is not None and not soft_cap > 0:  # NaN too
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None")
 
 

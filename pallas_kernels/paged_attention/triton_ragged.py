@@ -114,7 +114,7 @@ def ragged(
 
 
 def _program_rows(tiles: RaggedTiles, group_heads: int) -> int:
-    return min(tiles.rows // pl.next_power_of_2(group_heads), QUERY_TILE)
+    return min(max(tiles.rows // pl.next_power_of_2(group_heads), 1), QUERY_TILE)
 
 
 def _ragged_kernel(

@@ -87,5 +87,5 @@ def test_copies_of_the_cache_are_found(folder, monkeypatch):
     ],
 )
 def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SystemExit, match=message):
         compiled_report.main(options)
