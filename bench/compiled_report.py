@@ -42,10 +42,11 @@ _KINDS = ("decode", "mixed")
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = _arguments(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: its CUDA plugin wants a GPU otherwise
-    from bench.compiled.lowering import StepOptions, lower_step, read_model
+    from bench.compiled.lowering import StepOptions, lower_step
     from bench.compiled.measure import Measured
+    from jaxserve.config import check_divisible
     from jaxserve.errors import JaxserveError
-    from jaxserve.runner.sharding import check_divisible
+    from jaxserve.planning.known import read_model
     from jaxserve.targets import get_target, lowering_for, read_program
 
     try:
@@ -75,10 +76,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.compiled_report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder with a config.json, or llama-3.1-8b, llama-3.1-70b, qwen3-8b, mistral-7b")
+    parser.add_argument("model", help="as for `jaxserve plan`: a config.json or its folder, or a name: llama-3.1-8b")
     parser.add_argument("--target", default="h200", help="a100, a10g, l4, rtx4090, h100, h200 or b200")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--quantization", choices=["int4"], help="of the projections' weights, in groups of 128")
+    parser.add_argument("--quantization", choices=["int4", "fp8"],
+                        help="of the projections' weights; 4 bits in groups of 128")
     parser.add_argument("--batch", type=int, default=32, metavar="S",
                         help="sequences; also the most that the engine would run")
     parser.add_argument("--tokens", type=int, default=2048, metavar="T", help="of the mixed step")

@@ -91,8 +91,9 @@ def _speeds(backends: list[str], dry_run: bool) -> dict[str, Any]:
 
 
 def _end_to_end(dry_run: bool) -> dict[str, Any]:
-    from bench.compiled.lowering import StepOptions, read_model
+    from bench.compiled.lowering import StepOptions
     from bench.gpu.steps import decode_step, smollm2
+    from jaxserve.planning.known import read_model
 
     if dry_run:
         smallest = replace(read_model("llama-3.1-8b"), num_layers=2, layer_windows=(None, None), hidden_size=128,

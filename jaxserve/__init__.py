@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.async_llm import AsyncLLM as AsyncLLM
     from jaxserve.llm import LLM as LLM
     from jaxserve.llm import generate as generate
+    from jaxserve.planning.planner import plan as plan
     from jaxserve.request import CompletionOutput as CompletionOutput
     from jaxserve.request import RequestOutput as RequestOutput
     from jaxserve.request import RequestOutputKind as RequestOutputKind
@@ -24,7 +25,7 @@ _HOMES = {
     "LLM": "jaxserve.llm", "generate": "jaxserve.llm", "AsyncLLM": "jaxserve.engine.async_llm",
     "SamplingParams": "jaxserve.request", "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request", "RequestOutputKind": "jaxserve.request",
-    "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config",
+    "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",
 }
 __all__ = [*_HOMES, "__version__"]
 

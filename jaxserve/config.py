@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -41,19 +42,26 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig:
-    """4-bit weights of all projections (the embedding and the output head stay as they are).
+    """Weights of all projections in fewer bits (the embedding and the output head stay as they are).
 
     Attributes:
-      group_size: input features that share a scale: 32, 64, 128, or None for all of them.
-      symmetric: the zero-point is 8 everywhere; else each group has its own.
+      kind: "int4": 4-bit integers (`layers.int4`); "fp8": 8-bit floats, and activations too (`layers.fp8`).
+      group_size: of int4, input features that share a scale: 32, 64, 128, or None for all of them.
+      symmetric: of int4, the zero-point is 8 everywhere; else each group has its own.
     """
 
+    kind: Literal["int4", "fp8"] = "int4"
     group_size: Literal[32, 64, 128] | None = 128
     symmetric: bool = True
 
     def __post_init__(self) -> None:
+        if self.kind not in ("int4", "fp8"):
+            raise UnsupportedModelError("quantization.kind", self.kind, '"int4" or "fp8"')
         if self.group_size not in (32, 64, 128, None):
             raise UnsupportedModelError("quantization.group_size", self.group_size, "32, 64, 128 or None")
+        for name, default in (("group_size", 128), ("symmetric", True)):
+            if self.kind == "fp8" and getattr(self, name) != default:
+                raise UnsupportedModelError(f"quantization.{name}", getattr(self, name), 'only for kind="int4"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +122,14 @@ def kv_groups(config: ModelConfig, tensor_parallel_size: int) -> tuple[int, int]
     return stored, num_heads // stored
 
 
+def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
+    """Raises InvalidInputError where heads or MLP width cannot be split over the ranks."""
+    kv_groups(config, tensor_parallel_size)
+    if config.intermediate_size % tensor_parallel_size:
+        raise InvalidInputError("tensor_parallel_size", tensor_parallel_size,
+                                f"a divisor of intermediate_size={config.intermediate_size}")
+
+
 def _require_int(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise InvalidInputError(name, value, f"an integer, at least {low}")
@@ -133,6 +149,7 @@ class MeshConfig:
         _require_int("mesh.tensor", self.tensor, 1)
 
 
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
@@ -149,6 +166,8 @@ class EngineConfig:
       max_num_seqs: sequences that run at once; default 32 on a CPU, else 256.
       max_num_batched_tokens: tokens of a step; default 512 on a CPU, else 8192. Longer prompts are cut into chunks.
       block_size: tokens of a KV block.
+      kv_cache_dtype: of the KV cache; "auto": as dtype. fp8 and fp8_e4m3 are the same; int8 has a scale for each head,
+        found at start on a sample text.
       gpu_memory_utilization: share of a GPU's memory for weights, temporaries and KV cache together.
       kv_cache_memory_bytes: KV cache per device instead; default on a CPU `DEFAULT_CPU_KV_CACHE_BYTES`.
       num_gpu_blocks_override: exactly this many blocks, for tests and experiments.
@@ -157,6 +176,8 @@ class EngineConfig:
       mesh: devices to use.
       compilation_cache_dir: where compiled programs are kept between runs; "": nowhere; default: JAX's own setting,
         else ~/.cache/jaxserve/xla.
+      executables: folder that `jaxserve compile` wrote: its programs are loaded instead of compiled, and options that
+        are None or "auto" here are as they were there. Loading them runs code from that folder.
     """
 
     dtype: DType = "auto"
@@ -164,6 +185,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
@@ -171,10 +193,14 @@ class EngineConfig:
     async_scheduling: bool = True
     mesh: Any = MeshConfig()
     compilation_cache_dir: str | None = None
+    executables: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(DType):
             raise InvalidInputError("dtype", self.dtype, f"one of {', '.join(get_args(DType))}")
+        if self.kv_cache_dtype not in get_args(KVCacheDType):
+            allowed = f"one of {', '.join(get_args(KVCacheDType))}"
+            raise InvalidInputError("kv_cache_dtype", self.kv_cache_dtype, allowed)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
@@ -188,8 +214,10 @@ class EngineConfig:
 
         if not isinstance(self.async_scheduling, bool):
             raise InvalidInputError("async_scheduling", self.async_scheduling, "True or False")
-        if self.compilation_cache_dir is not None and not isinstance(self.compilation_cache_dir, str):
-            raise InvalidInputError("compilation_cache_dir", self.compilation_cache_dir, "a folder's name, or None")
+        for name in ("compilation_cache_dir", "executables"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | os.PathLike):
+                raise InvalidInputError(name, value, "a folder's name, or None")
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """The same options without None or "auto" (but for the memory options, which `runner.memory` reads).

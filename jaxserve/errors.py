@@ -47,6 +47,14 @@ class OutOfMemoryError(JaxserveError):
     """The memory asked for holds not even one KV block, or the weights do not fit."""
 
 
+class CompilerError(JaxserveError):
+    """XLA's compiler for the target is not installed, or cannot make the program."""
+
+
+class ExecutablesError(JaxserveError):
+    """A folder of compiled programs cannot be used as one; the message says why."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine stopped after an internal error; the cause is chained."""
 

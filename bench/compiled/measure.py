@@ -88,7 +88,7 @@ class Measured:
 
     @property
     def weight_copies(self) -> list[tuple[Kernel, str]]:
-        return [copy for copy in self.copies if not copy[1].startswith("cache")]
+        return [copy for copy in self.copies if not copy[1].startswith("cache") and not copy[1].endswith(".scales")]
 
     @property
     def weight_bytes(self) -> int:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.compiled.lowering import Step, StepOptions, lower_step, read_model
+from bench.compiled.lowering import Step, StepOptions, lower_step
 from bench.gpu.kernels import seconds
 from jaxserve import LLM, MeshConfig, SamplingParams
 from jaxserve.config import ModelConfig
+from jaxserve.planning.known import read_model
 from jaxserve.runner.batch import BatchLayout
 from jaxserve.runner.sharding import make_mesh
 
@@ -61,7 +62,9 @@ def _random_arguments(compiled: Any) -> tuple[Any, Any]:
     def fill(info: Any, sharding: Any) -> jax.Array:
         if jnp.issubdtype(info.dtype, jnp.integer):
             return jnp.zeros(info.shape, info.dtype, device=sharding)
-        make = jax.jit(lambda: jax.random.normal(key, info.shape, info.dtype) * 0.02, out_shardings=sharding)
+        drawn = info.dtype if info.dtype.itemsize > 1 else jnp.bfloat16  # nobody draws numbers of 8 bits
+        make = jax.jit(lambda: (jax.random.normal(key, info.shape, drawn) * 0.02).astype(info.dtype),
+                       out_shardings=sharding)
         return make()
 
     weights = jax.tree.map(fill, leaves, shardings[0])
@@ -79,7 +82,9 @@ def _decode_inputs(step: Step, options: StepOptions) -> tuple[np.ndarray, np.nda
         count = -(-length // options.block_size)
         views["block_tables"][seq, :count] = blocks[first:first + count]
         first += count
-    views["context_lens"][:] = step.context_lens
-    views["samples"][:] = 1
-    views["slots"][:] = np.arange(len(step.context_lens))
+    count = len(step.context_lens)
+    views["context_lens"][:count] = step.context_lens
+    views["samples"][:count] = 1
+    views["slots"][:] = options.batch  # of no request
+    views["slots"][:count] = np.arange(count)
     return ints, floats

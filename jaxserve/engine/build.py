@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,12 +21,14 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.engine.weights import as_params
 from jaxserve.errors import CheckpointError, InvalidInputError
+from jaxserve.executables.load import Executables
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
-from jaxserve.runner.kv_cache import cache_spec
-from jaxserve.runner.memory import num_kv_blocks
-from jaxserve.runner.model_runner import ModelRunner, blocks_per_seq, step_temp_bytes
+from jaxserve.runner.blueprint import blocks_per_seq, blueprint, with_blocks
+from jaxserve.runner.kv_scales import SAMPLE_TEXT
+from jaxserve.runner.memory import num_kv_blocks, shard_bytes, working_bytes
+from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.sharding import TENSOR, make_mesh, param_sharding
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.text import Tokenizer
@@ -105,14 +107,15 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     start = time.monotonic()
     source = open_source(packaged_smollm2() if model is None else model)
     model_config = model_config_from_hf(source.hf_config)
+    compat.reserve_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
-    config = config.resolve(model_config, device.platform)
+    config, executables = _with_executables(config, model_config, mesh)
     compat.use_compilation_cache(config.compilation_cache_dir, device.platform)
     params = _load(source, model_config, config, mesh)
     text = None if skip_tokenizer_init else _tokenizer(source, tokenizer)
     logger.info("loaded %s in %.1f s", source.name, time.monotonic() - start)
-    engine = make_engine(config, model_config, params, mesh, text)
+    engine = make_engine(config, model_config, params, mesh, text, executables)
     assert config.max_model_len is not None
     inputs = InputProcessor(text, vocab_size=model_config.vocab_size, max_model_len=config.max_model_len,
                             capacity_tokens=engine.scheduler.capacity_tokens, seed=config.seed,
@@ -121,22 +124,42 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
 
 
 def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, jax.Array], mesh: jax.sharding.Mesh,
-                tokenizer: Tokenizer | None) -> Engine:
+                tokenizer: Tokenizer | None, executables: Executables | None = None) -> Engine:
     """An engine for parameters that are on the mesh already."""
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len, "config is not resolved"
-    tensor_parallel_size = mesh.shape[TENSOR]
-    spec = cache_spec(model, num_blocks=0, block_size=config.block_size, dtype=config.dtype,
-                      tensor_parallel_size=tensor_parallel_size)
-    weight_bytes = sum(array.addressable_shards[0].data.nbytes for array in params.values())
+    steps = blueprint(model, config, mesh)
     num_blocks = num_kv_blocks(
-        config, spec, mesh.devices.flat[0], tensor_parallel_size=tensor_parallel_size, weight_bytes=weight_bytes,
-        temp_bytes=lambda: step_temp_bytes(config, model, params, mesh, spec))
-    spec = replace(spec, num_blocks=num_blocks)
+        config, steps.cache, mesh.devices.flat[0], tensor_parallel_size=mesh.shape[TENSOR],
+        weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps))
     scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
                           max_num_batched_tokens=config.max_num_batched_tokens,
                           max_blocks_per_seq=blocks_per_seq(config))
-    runner = ModelRunner(config, model, params, mesh, spec, scheduler.block_tables)
+    runner = ModelRunner(with_blocks(steps, num_blocks), params, scheduler.block_tables, executables)
+    if steps.cache.has_scales:
+        runner.set_kv_scales(_sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling)
+
+
+def _sample_tokens(tokenizer: Tokenizer | None, vocab_size: int, most: int) -> list[int]:
+    """Of a text with something of everything; without a tokenizer ids from all over the vocabulary."""
+    if tokenizer is None:
+        return list(range(0, vocab_size, -(-vocab_size // min(256, most))))
+    return tokenizer.encode(SAMPLE_TEXT)[:most]
+
+
+def _with_executables(config: EngineConfig, model: ModelConfig,
+                      mesh: jax.sharding.Mesh) -> tuple[EngineConfig, Executables | None]:
+    """The resolved options, and the executables that were asked for if they are for just this engine."""
+    platform = mesh.devices.flat[0].platform
+    if config.executables is not None:
+        executables = Executables(config.executables)
+        as_there = executables.take_over(config).resolve(model, platform)
+        assert as_there.num_gpu_blocks_override
+        why_not = executables.why_not(blueprint(model, as_there, mesh, num_blocks=as_there.num_gpu_blocks_override))
+        if why_not is None:
+            return as_there, executables
+        logger.warning("executables in %s are not used, steps are compiled as usual: %s", executables.folder, why_not)
+    return config.resolve(model, platform), None
 
 
 def _load(source: Source, model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

@@ -15,6 +15,7 @@ from jaxserve.layers.embedding import Embedding
 from jaxserve.layers.linear import Linear, project
 from jaxserve.layers.mlp import MLP
 from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.quantized import check_quantization
 from jaxserve.layers.rope import rope_tables
 
 Caches = tuple[tuple[Cache, Cache], ...]
@@ -63,7 +64,8 @@ class Decoder(nnx.Module):
       rngs: random initial weights. Under `nnx.eval_shape` the tree is abstract and costs nothing.
 
     Raises:
-      InvalidInputError: the heads or the MLP cannot be divided over the ranks.
+      InvalidInputError: the heads or the MLP cannot be divided over the ranks, or not between the blocks of their
+        4-bit weights.
     """
 
     def __init__(self, config: ModelConfig, *, tensor_parallel_size: int = 1, dtype: jnp.dtype = jnp.float32,
@@ -71,8 +73,7 @@ class Decoder(nnx.Module):
         if config.intermediate_size % tensor_parallel_size:
             raise InvalidInputError("tensor_parallel_size", tensor_parallel_size,
                                     f"a divisor of the MLP width {config.intermediate_size}")
-        if config.quantization is not None and tensor_parallel_size > 1:
-            raise InvalidInputError("tensor_parallel_size", tensor_parallel_size, "1 with 4-bit weights")
+        check_quantization(config, tensor_parallel_size)
         # A vocabulary that the ranks do not divide is replicated rather than padded.
         vocab_axis = None if config.vocab_size % tensor_parallel_size else "vocab"
         self.config = config

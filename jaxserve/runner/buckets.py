@@ -26,29 +26,35 @@ class Bucket:
     def is_decode(self) -> bool:
         return self.num_tiles == 0
 
+    @property
+    def name(self) -> str:
+        """Unique within an engine, and fit for a file: "decode-8", "mixed-512"."""
+        return f"{'decode' if self.is_decode else 'mixed'}-{self.num_tokens}"
+
     def __str__(self) -> str:
         kind = "decode" if self.is_decode else "mixed"
         return f"{kind} T={self.num_tokens} S={self.num_seqs}"
 
 
-SMALLEST_DECODE = {"gpu": 8}
-"""Sequences. XLA:GPU pads fewer rows to 8 for cuBLAS itself, with kernels of their own (6 more a layer)."""
+FEWEST_SEQS = {"gpu": 8}
+"""Sequences of any step, padding included. XLA:GPU pads fewer rows to 8 for cuBLAS itself, with kernels of their own (6
+more a layer), and for one row widens the whole output head to float32."""
 
 
 class Buckets:
-    """Decode sizes double from the platform's smallest to max_num_seqs, mixed ones from `smallest_mixed` to
-    max_num_batched_tokens tokens."""
+    """Decode sizes double from the platform's fewest to max_num_seqs (or are those fewest, if that is less), mixed ones
+    from `smallest_mixed` to max_num_batched_tokens tokens."""
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, query_tile: int, smallest_mixed: int = 16,
                  platform: str = "cpu"):
-        smallest_decode = min(SMALLEST_DECODE.get(platform, 1), max_num_seqs)
-        self.decode = [Bucket(size, size, 0) for size in _doublings(smallest_decode, max_num_seqs)]
+        fewest = FEWEST_SEQS.get(platform, 1)
+        self.decode = [Bucket(size, size, 0) for size in _doublings(fewest, max(fewest, max_num_seqs))]
         self.mixed = []
         for num_tokens in _doublings(min(smallest_mixed, max_num_batched_tokens), max_num_batched_tokens):
             num_seqs = min(max_num_seqs, num_tokens)
             # Every chunk may end in a tile that is not full.
             num_tiles = -(-num_tokens // query_tile) + num_seqs
-            self.mixed.append(Bucket(num_tokens, num_seqs, num_tiles))
+            self.mixed.append(Bucket(num_tokens, max(num_seqs, fewest), num_tiles))
 
     def all(self) -> list[Bucket]:
         return self.decode + self.mixed

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.layers.attention import HeadTransform
+from jaxserve.runner.kv_cache import CacheArray, ScaledCache, parts
 from jaxserve.runner.sharding import TENSOR
 from pallas_kernels.paged_attention import paged_attention_decode, paged_attention_ragged
 from pallas_kernels.rope_kv_write import rope_kv_write
@@ -33,29 +34,37 @@ class PagedBatch:
     slot_mapping: jax.Array
     mesh: Mesh = field(compare=True)
 
-    def attend(self, qkv: jax.Array, heads: HeadTransform, k_cache: jax.Array, v_cache: jax.Array, *,
-               scale: float, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend(self, qkv: jax.Array, heads: HeadTransform, k_cache: CacheArray, v_cache: CacheArray, *,
+               scale: float, window: int | None) -> tuple[jax.Array, CacheArray, CacheArray]:
         """Writes keys and values into the caches [B, P, K, H], lets the queries attend; see `AttentionBatch.attend`."""
         attend = partial(_attend, scale=scale, window=window)
         if self.mesh.size > 1:
-            by_head, cache, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, TENSOR), PartitionSpec()
+            by_head, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+            cache: Any = PartitionSpec(None, None, TENSOR)
+            if isinstance(k_cache, ScaledCache):
+                cache = ScaledCache(cache, PartitionSpec(TENSOR))
             attend = jax.shard_map(attend, mesh=self.mesh, in_specs=(by_head, whole, cache, cache, whole, whole),
                                    out_specs=(by_head, cache, cache), check_vma=False)
         return attend(qkv, heads, k_cache, v_cache, self.slot_mapping, self.fields)
 
 
-def _attend(qkv: jax.Array, heads: HeadTransform, k_cache: jax.Array, v_cache: jax.Array, slot_mapping: jax.Array,
-            fields: Fields, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k_cache, v_cache = rope_kv_write(qkv, heads.cos, heads.sin, k_cache, v_cache, slot_mapping, q_norm=heads.q_norm,
-                                        k_norm=heads.k_norm, epsilon=heads.epsilon)
+def _attend(qkv: jax.Array, heads: HeadTransform, k_cache: CacheArray, v_cache: CacheArray, slot_mapping: jax.Array,
+            fields: Fields, **options: Any) -> tuple[jax.Array, CacheArray, CacheArray]:
+    (k_values, k_scale), (v_values, v_scale) = parts(k_cache), parts(v_cache)
+    q, k_values, v_values = rope_kv_write(
+        qkv, heads.cos, heads.sin, k_values, v_values, slot_mapping, q_norm=heads.q_norm, k_norm=heads.k_norm,
+        epsilon=heads.epsilon, k_scale=k_scale, v_scale=v_scale)
+    options |= dict(k_scale=k_scale, v_scale=v_scale)
     tables = fields["block_tables"], fields["context_lens"]
     if "tile_seq" in fields:
         names = ("query_starts", "query_lens", "num_decodes", "tile_seq", "tile_row", "num_tiles")
         rows = [fields[name] for name in names]
-        out = paged_attention_ragged(q, k_cache, v_cache, *tables, *rows, **options)
+        out = paged_attention_ragged(q, k_values, v_values, *tables, *rows, **options)
     else:
-        out = paged_attention_decode(q, k_cache, v_cache, *tables, **options)
-    return out, k_cache, v_cache
+        out = paged_attention_decode(q, k_values, v_values, *tables, **options)
+    if k_scale is None:
+        return out, k_values, v_values
+    return out, ScaledCache(k_values, k_scale), ScaledCache(v_values, v_scale)
 
 
 def row_positions(fields: Fields, block_size: int) -> tuple[jax.Array, jax.Array]:

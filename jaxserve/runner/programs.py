@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jax.stages import Compiled
 
-from jaxserve.compat import return_freed_memory
 from jaxserve.runner.buckets import Bucket
-
-logger = logging.getLogger(__name__)
 
 
 class Programs:
-    """Compiles steps in a few threads and keeps them.
+    """Makes steps, by compiling or loading them, in a few threads and keeps them.
 
     Attributes:
-      num_compiled: programs asked for so far, compiled or being compiled: warm-up raises it, nothing after may.
+      num_compiled: programs asked for so far, ready or being made: warm-up raises it, nothing after may.
     """
 
-    def __init__(self, compile_bucket: Callable[[Bucket], Compiled]):
-        self._compile_bucket = compile_bucket
+    def __init__(self, make: Callable[[Bucket], Compiled]):
+        self._make = make
         self._programs: dict[Bucket, Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="jaxserve-compile")
@@ -64,12 +59,5 @@ class Programs:
     def _future(self, bucket: Bucket) -> Future[Compiled]:
         with self._lock:
             if bucket not in self._programs:
-                self._programs[bucket] = self._executor.submit(self._timed_compile, bucket)
+                self._programs[bucket] = self._executor.submit(self._make, bucket)
             return self._programs[bucket]
-
-    def _timed_compile(self, bucket: Bucket) -> Compiled:
-        start = time.monotonic()
-        program = self._compile_bucket(bucket)
-        return_freed_memory()
-        logger.info("compiled %s in %.1f s", bucket, time.monotonic() - start)
-        return program

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import MeshConfig, ModelConfig, kv_groups
+from jaxserve.config import MeshConfig
 from jaxserve.errors import InvalidInputError
 from jaxserve.parallel import TENSOR as TENSOR
 
@@ -33,14 +33,6 @@ def make_mesh(mesh: MeshConfig | Mesh) -> Mesh:
     if mesh.tensor > len(devices):
         raise InvalidInputError("mesh.tensor", mesh.tensor, f"at most the {len(devices)} {devices[0].platform} devices")
     return Mesh(np.asarray(devices[: mesh.tensor]), (TENSOR,))
-
-
-def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
-    """Raises InvalidInputError where heads or MLP width cannot be split over the ranks."""
-    kv_groups(config, tensor_parallel_size)
-    if config.intermediate_size % tensor_parallel_size:
-        raise InvalidInputError("tensor_parallel_size", tensor_parallel_size,
-                                f"a divisor of intermediate_size={config.intermediate_size}")
 
 
 def param_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:

@@ -9,14 +9,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.stages import Compiled
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from jaxserve.models.params import merge
 from jaxserve.runner.batch import SLOT_FLOATS, SLOT_INTS, BatchLayout, cut
-from jaxserve.runner.kv_cache import Caches, CacheSpec
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.kv_cache import Caches, CacheSpec, ScaledCache, parts
 from jaxserve.runner.paged_batch import Fields, PagedBatch, row_positions
-from jaxserve.runner.sharding import cache_sharding, replicated
+from jaxserve.runner.sharding import TENSOR, cache_sharding, replicated
 from jaxserve.sampling.logprobs import Logprobs, logprobs, prompt_logprobs
 from jaxserve.sampling.sampler import sample
 from jaxserve.sampling.state import SamplingInputs, SamplingState, init_state
@@ -66,7 +67,7 @@ def _run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[j
     """One step of the model over a packed batch (`BatchLayout`). Traced once for each bucket."""
     fields = cut(ints, layout.int_fields) | cut(floats, layout.float_fields)
     model = merge(graphdef, leaves)
-    block_size = state.caches[0][0].shape[1]
+    block_size = parts(state.caches[0][0])[0].shape[1]
     positions, slot_mapping = row_positions(fields, block_size)
     token_ids = _input_tokens(fields, state.last_tokens)
 
@@ -89,7 +90,10 @@ def _run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[j
 def abstract_state(cache_spec: CacheSpec, num_slots: int, vocab_size: int, mesh: Mesh) -> DeviceState:
     """Shapes, dtypes and shardings of the state; no memory is taken."""
     whole = replicated(mesh)
-    cache = jax.ShapeDtypeStruct(cache_spec.shape, cache_spec.dtype, sharding=cache_sharding(mesh))
+    cache: Any = jax.ShapeDtypeStruct(cache_spec.shape, cache_spec.dtype, sharding=cache_sharding(mesh))
+    if cache_spec.has_scales:
+        by_head = NamedSharding(mesh, PartitionSpec(TENSOR))
+        cache = ScaledCache(cache, jax.ShapeDtypeStruct((cache_spec.num_kv_heads,), jnp.float32, sharding=by_head))
     last_tokens = jax.ShapeDtypeStruct((num_slots + 1,), jnp.int32, sharding=whole)
     sampling = jax.eval_shape(partial(init_state, num_slots, vocab_size))
     sampling = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), sampling)
@@ -105,17 +109,11 @@ def zeros_like(state: DeviceState) -> DeviceState:
     return jax.tree.map(make, state)
 
 
-def compile_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct],
-                 state: DeviceState) -> Compiled:
-    """The program of one bucket, from abstract weights and state; nothing runs, so any device's compiler will do."""
-    num_ints, num_floats = layout.sizes()
-    whole = replicated(mesh)
-    ints = jax.ShapeDtypeStruct((num_ints,), jnp.int32, sharding=whole)
-    floats = jax.ShapeDtypeStruct((num_floats,), jnp.float32, sharding=whole)
-    # The state must come back as it went in, or the next step would not take it.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state), whole
-    step: Any = jax.jit(partial(run_step, graphdef, layout, mesh), donate_argnums=1, out_shardings=shardings)
-    return step.lower(tuple(leaves), state, ints, floats).compile()
+def output_tree(state: DeviceState, bucket: Bucket) -> PyTreeDef:
+    """Structure of what a bucket's step returns."""
+    of_tokens: Any = (0, 0, 0, 0)  # a leaf each
+    outputs = StepOutputs(cast(jax.Array, 0), of_tokens, None if bucket.is_decode else of_tokens)
+    return jax.tree.structure((state, outputs))
 
 
 def _input_tokens(fields: Fields, last_tokens: jax.Array) -> jax.Array:

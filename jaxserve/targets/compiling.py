@@ -68,6 +68,17 @@ def read_program(lowered: jax.stages.Lowered, target: Target, *,
         return _read(lowered, target, folder, options)
 
 
+def compile_lowered(lowered: jax.stages.Lowered, target: Target, *,
+                    options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """The executable alone, of what was lowered on a mesh of the target; raises as `compile_for`."""
+    with mosaic.told_of(target), _no_compilation_cache():
+        try:
+            return lowered.compile(compiler_options={**COMPILER_OPTIONS, **(options or {})})
+        except jax.errors.JaxRuntimeError as error:
+            mosaic.explain(error, target)
+            raise
+
+
 @contextlib.contextmanager
 def lowering_for(target: Target, mesh: Mesh) -> Iterator[None]:
     """Pallas kernels that are lowered inside are for this card: they would ask the machine's own devices otherwise."""
@@ -82,14 +93,9 @@ def _read(lowered: jax.stages.Lowered, target: Target, folder: Path,
           options: Mapping[str, Any] | None) -> CompiledProgram:
     # Only JAX 0.12 needs the third to write PTX; all kinds of intermediate files would take 15 s more.
     dumps: dict[str, Any] = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_emitter_re": "ptx"}
-    with mosaic.told_of(target), _no_compilation_cache():
-        start = time.monotonic()
-        try:
-            compiled = lowered.compile(compiler_options={**COMPILER_OPTIONS, **(options or {}), **dumps})
-        except jax.errors.JaxRuntimeError as error:
-            mosaic.explain(error, target)
-            raise
-        compile_s = time.monotonic() - start
+    start = time.monotonic()
+    compiled = compile_lowered(lowered, target, options={**(options or {}), **dumps})
+    compile_s = time.monotonic() - start
     program = read_dump(folder, compiled, target, compile_s)
     for kernel in program.pallas_kernels:
         if (kernel.shared_memory_bytes or 0) > target.shared_memory_per_block_bytes:

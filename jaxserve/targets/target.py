@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Target:
       shared_memory_per_sm_bytes, shared_memory_per_block_bytes: the latter is the most that a kernel may ask for.
       l2_bytes, memory_bytes: of the whole card.
       bandwidth_bytes_per_s: peak of its memory.
+      bf16_flops, fp8_flops: peaks of the tensor cores, dense; None where they lack the type.
+      link_bytes_per_s: to the other GPUs of its host, both directions together.
       config_text: all of this, and more, as the GpuTargetConfigProto that XLA reads.
     """
 
@@ -44,6 +47,9 @@ class Target:
     l2_bytes: int
     memory_bytes: int
     bandwidth_bytes_per_s: int
+    bf16_flops: float
+    fp8_flops: float | None
+    link_bytes_per_s: float
     config_text: str = field(repr=False)
 
     @property
@@ -89,7 +95,9 @@ def get_target(name: str) -> Target:
 
 @cache
 def _read(name: str) -> Target:
-    text = resources.files("jaxserve.targets").joinpath("cards", f"{name}.txtpb").read_text(encoding="utf-8")
+    cards = resources.files("jaxserve.targets").joinpath("cards")
+    text = cards.joinpath(f"{name}.txtpb").read_text(encoding="utf-8")
+    peaks = json.loads(cards.joinpath("peaks.json").read_text(encoding="utf-8"))[name]
     device = text[: text.index("\n}")]
     major, minor = (int(part) for part in re.findall(r"\b(?:major|minor): (\d+)", device)[:2])
 
@@ -110,6 +118,7 @@ def _read(name: str) -> Target:
         l2_bytes=number("l2_cache_size"),
         memory_bytes=number("device_memory_size"),
         bandwidth_bytes_per_s=number("memory_bandwidth"),
+        **peaks,
         config_text=text,
     )
 

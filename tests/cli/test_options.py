@@ -39,7 +39,7 @@ def test_groups_become_options() -> None:
     result = call("x", "--model", "m", "--max-num-seqs", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
     assert result.exit_code == 0, result.output
     params = SamplingParams(temperature=0.0, max_tokens=512, stop=["a", "b"], top_k=7)
-    assert result.stdout.strip() == f"x {({'model': 'm', 'max_num_seqs': 3})} {params}"
+    assert result.stdout.strip() == f"x {({'max_num_seqs': 3, 'model': 'm'})} {params}"
 
 
 def test_packaged_model_is_sampled_as_its_card_says() -> None:

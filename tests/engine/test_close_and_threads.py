@@ -6,13 +6,14 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import EngineDeadError, InvalidInputError
+from jaxserve.runner.kv_cache import parts
 from tests.conftest import TINY_OPTIONS
 from tests.engine.test_generate import GREEDY, TEXTS
 
 
 def test_a_closed_llm_says_so_and_frees_its_cache(tiny_folder):
     llm = LLM(str(tiny_folder), **TINY_OPTIONS)
-    k_cache = llm._engine.runner._state.caches[0][0]
+    k_cache, _ = parts(llm._engine.runner._state.caches[0][0])
     llm.close()
     assert k_cache.is_deleted()
     with pytest.raises(EngineDeadError, match="closed"):

@@ -19,11 +19,12 @@ folder, phase = sys.argv[1:]
 options = {options!r}
 llm = LLM(folder, **options)
 if phase == "compiling":
-    compile_bucket = llm._engine.runner._compile
+    programs = llm._engine.runner.programs
+    make = programs._make
     def compile(bucket):
         print("ready", flush=True)
-        return compile_bucket(bucket)
-    llm._engine.runner.programs._compile_bucket = compile
+        return make(bucket)
+    programs._make = compile
 else:
     llm.generate([5], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     print("ready", flush=True)

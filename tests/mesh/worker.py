@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve import LLM, MeshConfig, SamplingParams
 from jaxserve.errors import InvalidInputError
+from jaxserve.runner.kv_cache import parts
 
 OPTIONS: dict[str, Any] = dict(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16, block_size=4,
                                num_gpu_blocks_override=20, skip_tokenizer_init=True)
@@ -53,13 +54,13 @@ def generate(folder: str, mesh: str) -> dict[str, Any]:
         runner = llm._engine.runner
         assert runner.programs.num_compiled == 2
         state_ok = all(array.sharding.is_equivalent_to(spec.sharding, array.ndim) for array, spec in zip(
-            jax.tree.leaves(runner._state), jax.tree.leaves(runner._abstract_args[1]), strict=True))
+            jax.tree.leaves(runner._state), jax.tree.leaves(runner.blueprint.state), strict=True))
         decode, mixed = (collectives(runner.programs.get(bucket).as_text() or "")
                          for bucket in (runner.buckets.for_decode(1), runner.buckets.for_mixed(16)))
         old = runner.params()
         llm.update_weights({path: np.asarray(array) for path, array in old.items()})
         updated, = llm.generate(PROMPT, GREEDY, use_tqdm=False)
-        key_cache = runner._state.caches[0][0]
+        key_cache, _ = parts(runner._state.caches[0][0])
         return {
             "tokens": greedy.outputs[0].token_ids, "seeded": seeded.outputs[0].token_ids,
             "updated": updated.outputs[0].token_ids == greedy.outputs[0].token_ids,

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve import LLM
 from jaxserve.request import Request, SamplingParams
 from jaxserve.runner.buckets import Buckets
 from jaxserve.scheduling.plan import Chunk, StepPlan
+from tests.conftest import TINY_OPTIONS
 
 
 def request(num_tokens: int) -> Request:
@@ -49,4 +51,18 @@ def test_odd_limits_are_buckets_themselves(max_num_seqs, budget):
 def test_decode_buckets_of_a_gpu_start_at_eight() -> None:
     options: dict[str, Any] = dict(max_num_batched_tokens=64, query_tile=64, platform="gpu")
     assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=20, **options).decode] == [8, 16, 20]
-    assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=3, **options).decode] == [3]
+    few = Buckets(max_num_seqs=3, **options)
+    assert [bucket.num_seqs for bucket in few.all()] == [8] * 4
+    assert [bucket.num_tiles for bucket in few.mixed] == [4] * 3
+
+
+def test_more_rows_than_sequences_change_no_token(tiny_folder, tiny_llm, monkeypatch) -> None:
+    """As on a GPU: three sequences at most, eight rows in every step."""
+    prompts = [[5, 6, 7], list(range(3, 23)), [9], [8] * 40]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in tiny_llm.generate(prompts, params, use_tqdm=False)]
+    monkeypatch.setattr("jaxserve.runner.buckets.FEWEST_SEQS", {"cpu": 8})
+    with LLM(str(tiny_folder), **(TINY_OPTIONS | dict(max_num_seqs=3))) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert {bucket.num_seqs for bucket in llm._engine.runner.buckets.all()} == {8}
+    assert [output.outputs[0].token_ids for output in outputs] == expected

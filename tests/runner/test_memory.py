@@ -1,5 +1,8 @@
 """The number of KV blocks follows from the memory asked for."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +22,38 @@ def count(platform: str = "gpu", total: int = 10**9, weights: int = 10**8, temp:
           **options: Any) -> int:
     config = EngineConfig(**({"max_num_seqs": 256, "max_model_len": 10**6} | options))
     device: Any = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": total})
-    return num_kv_blocks(config, SPEC, device, tensor_parallel_size=tp, weight_bytes=weights, temp_bytes=lambda: temp)
+    return num_kv_blocks(config, SPEC, device, tensor_parallel_size=tp, weight_bytes=weights,
+                         working_bytes=lambda: temp)
+
+
+@pytest.fixture(autouse=True)
+def jax_has_all_of_the_gpu(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
 
 
 def test_a_gpu_gives_what_weights_and_temporaries_leave():
     assert count(gpu_memory_utilization=0.8) == (8 * 10**8 - 10**8 - 10**7) // BLOCK_BYTES
     assert count(gpu_memory_utilization=0.8, tp=2) == (8 * 10**8 - 10**8 - 10**7) // (BLOCK_BYTES // 2)
+
+
+def test_the_share_is_of_the_whole_gpu_but_not_more_than_jax_may_use(monkeypatch):
+    """`bytes_limit` is what JAX reserved."""
+    rest = 10**8 + 10**7
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
+    assert count(gpu_memory_utilization=0.4) == (10**9 // 2 - rest) // BLOCK_BYTES
+    assert count(gpu_memory_utilization=0.9) == (10**9 - rest) // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("before", "own", "expected"), [
+    ("", None, "0.9"), ("", "0.5", "0.5"), ("jax.devices(); ", None, "None"),
+])
+def test_jax_reserves_what_the_engine_will_use(before, own, expected):
+    program = ("import os, jax; from jaxserve import compat; " + before + "compat.reserve_gpu_memory(0.9); "
+               "print(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    environment |= {"JAX_PLATFORMS": "cpu"} | ({"XLA_PYTHON_CLIENT_MEM_FRACTION": own} if own else {})
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
 
 
 def test_explicit_bytes_and_blocks_win():

@@ -1,0 +1,99 @@
+"""Executables for an engine: those of a folder, if they are for what it is and nothing has changed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxserve.compat import processor_fingerprint
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ExecutablesError
+from jaxserve.executables.manifest import Manifest, differences, fingerprint, read_manifest, sha256_of
+from jaxserve.runner.blueprint import Blueprint
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.sharding import TENSOR
+from pallas_kernels.dispatch import target_of
+
+logger = logging.getLogger(__name__)
+
+_TAKEN_OVER = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+
+
+class Executables:
+    """The programs in a folder.
+
+    Args:
+      folder: that `jaxserve compile` wrote.
+
+    Raises:
+      ExecutablesError: it has no manifest that can be read.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        self.manifest: Manifest = read_manifest(self.folder)
+
+    def take_over(self, config: EngineConfig) -> EngineConfig:
+        """The options with those that nobody gave as they were when the programs were compiled."""
+        there = self.manifest.options
+        given: dict[str, Any] = {name: there.get(name) for name in _TAKEN_OVER if getattr(config, name) is None}
+        given |= {name: there[name] for name in ("dtype", "kv_cache_dtype")
+                  if getattr(config, name) == "auto" and name in there}
+        if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None:
+            given["num_gpu_blocks_override"] = there.get("num_blocks")
+        return replace(config, **given)
+
+    def why_not(self, blueprint: Blueprint) -> str | None:
+        """What differs between the engine that the programs were compiled for and this one; None if nothing does."""
+        found = differences(self.manifest.fingerprint, fingerprint_of(blueprint))
+        missing = [bucket.name for bucket in blueprint.buckets.all() if bucket.name not in self.manifest.programs]
+        if not found and missing:
+            found = [f"not compiled yet: {', '.join(missing)}"]
+        return "; ".join(found) or None
+
+    def load(self, bucket: Bucket, blueprint: Blueprint) -> jax.stages.Compiled:
+        """A program, ready to run on the blueprint's mesh.
+
+        Raises:
+          ExecutablesError: its file is not the one that was compiled; it has not been looked into.
+        """
+        entry = self.manifest.programs[bucket.name]
+        file = self.folder / file_name(bucket)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ExecutablesError(f"{file}: {error.strerror}") from error
+        if len(content) != entry.num_bytes or sha256_of(content) != entry.sha256:
+            raise ExecutablesError(f"{file}: not the file that was compiled, its digest differs from the manifest's")
+        devices: Any = list(blueprint.mesh.devices.flat)
+        in_tree, out_tree = blueprint.trees(bucket)
+        try:
+            return serialize_executable.deserialize_and_load(content, in_tree, out_tree, backend=devices[0].client,
+                                                             execution_devices=devices)
+        except Exception as error:  # XLA's, pickle's: all mean that it cannot run here
+            raise ExecutablesError(f"{file}: cannot be loaded ({error})") from error
+
+
+def file_name(bucket: Bucket) -> str:
+    return f"{bucket.name}.executable"
+
+
+def fingerprint_of(blueprint: Blueprint) -> dict[str, Any]:
+    return fingerprint(
+        blueprint.model, blueprint.config, num_blocks=blueprint.cache.num_blocks,
+        tensor_parallel_size=blueprint.mesh.shape[TENSOR], target=device_kind(blueprint.mesh.devices.flat[0]),
+        buckets=[bucket.name for bucket in blueprint.buckets.all()])
+
+
+def device_kind(device: jax.Device) -> dict[str, Any]:
+    """What a program's device must be: its architecture and size; a CPU's instructions."""
+    if device.platform == "cpu":
+        return {"platform": "cpu", "processor": processor_fingerprint()}
+    target = target_of(device)
+    return {"platform": target.platform, "compute_capability": list(target.capability or ()),
+            "multiprocessors": target.num_cores}

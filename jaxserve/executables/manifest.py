@@ -1,0 +1,119 @@
+"""What a folder of executables holds and was made for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.errors import ExecutablesError
+from jaxserve.fingerprint import compiler_versions, step_sources
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_SHAPING = ("dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
+"""The engine's options that decide its programs."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One program's file.
+
+    Attributes:
+      num_bytes, sha256: of the file.
+      temp_bytes: what its step takes besides its arguments, per device.
+    """
+
+    num_bytes: int
+    sha256: str
+    temp_bytes: int
+    compile_s: float
+
+
+@dataclass
+class Manifest:
+    """
+    Attributes:
+      fingerprint: see the function of that name.
+      programs: by the bucket's name.
+    """
+
+    fingerprint: dict[str, Any]
+    programs: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Engine options that the programs were compiled for, and num_blocks."""
+        return self.fingerprint["options"]
+
+    def write(self, folder: Path) -> None:
+        """Atomically: a reader finds the old manifest or the new one."""
+        partial = folder / f"{MANIFEST}.{os.getpid()}"
+        partial.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
+        partial.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """
+    Raises:
+      ExecutablesError: there is none, or none that can be read.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ExecutablesError(f"executables={str(folder)!r}: no {MANIFEST} there; jaxserve compile writes one")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT}")
+        entries = {str(name): Entry(**entry) for name, entry in found.pop("programs").items()}
+        manifest = Manifest(programs=entries, **found)
+        if not isinstance(manifest.options, dict):
+            raise ValueError("its options are no object")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ExecutablesError(f"executables={str(folder)!r}: its {MANIFEST} cannot be read ({error!r})") from error
+    return manifest
+
+
+def fingerprint(model: ModelConfig, config: EngineConfig, *, num_blocks: int, tensor_parallel_size: int,
+                target: Mapping[str, Any], buckets: list[str]) -> dict[str, Any]:
+    """All that decides an engine's programs; programs of another fingerprint must not run.
+
+    Args:
+      config: resolved options.
+      target: the kind of device.
+      buckets: their names.
+    """
+    shapes = {name: value for name, value in asdict(model).items() if name != "hf_config"}
+    options = {name: getattr(config, name) for name in _SHAPING} | {"num_blocks": num_blocks}
+    found = {"model": shapes, "options": options, "mesh": {"tensor": tensor_parallel_size}, "target": dict(target),
+             "buckets": buckets, "versions": compiler_versions(), "sources": step_sources()}
+    return json.loads(json.dumps(found))  # as a manifest gives it back
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In words, what of two fingerprints is not the same; the first is a manifest's."""
+    found = []
+    for part, now in here.items():
+        then = there.get(part)
+        if part == "buckets":
+            missing = [name for name in now if name not in (then or [])]
+            found += [f"no program for {', '.join(missing)}"] if missing else []
+        elif not isinstance(then, dict):
+            found.append(f"the manifest has no {part}")
+        elif part == "sources":
+            changed = sorted(file for file in then.keys() | now.keys() if then.get(file) != now.get(file))
+            found += [f"changed since: {', '.join(changed[:3])}" + f" and {len(changed) - 3} more" * (len(changed) > 3)
+                      ] if changed else []
+        else:
+            found += [f"{name} is {then.get(name)!r} there, {now.get(name)!r} here"
+                      for name in {**then, **now} if then.get(name) != now.get(name)]
+    return found
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

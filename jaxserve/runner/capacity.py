@@ -1,0 +1,21 @@
+"""What a KV cache of so many bytes holds. Arithmetic only, no jax: the engine and `jaxserve plan` share it."""
+
+from __future__ import annotations
+
+from jaxserve.config import EngineConfig
+
+
+def blocks_of(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens of one sequence."""
+    return -(-num_tokens // block_size)
+
+
+def useful_blocks(config: EngineConfig) -> int:
+    """More blocks than these can never be in use; the null block is one of them."""
+    assert config.max_num_seqs and config.max_model_len, "config is not resolved"
+    return config.max_num_seqs * blocks_of(config.max_model_len, config.block_size) + 1
+
+
+def num_blocks_in(available_bytes: int, block_bytes: int, config: EngineConfig) -> int:
+    """Blocks of a cache in that many bytes, both per device."""
+    return min(max(available_bytes, 0) // block_bytes, useful_blocks(config))

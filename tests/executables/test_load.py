@@ -1,0 +1,169 @@
+"""An engine that takes its programs from files: the same tokens, nothing compiled, and nothing wrong ever loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.experimental import serialize_executable
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.errors import ExecutablesError
+from jaxserve.executables.manifest import MANIFEST
+from tests.executables.conftest import OPTIONS, PROGRAMS
+
+PROMPTS = [[5, 6, 7], list(range(3, 23))]
+PARAMS = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2),
+          SamplingParams(temperature=1, seed=3, max_tokens=6, ignore_eos=True)]
+
+
+def run(folder: Path, **options: Any) -> tuple[list[list[int]], LLM]:
+    with LLM(str(folder), skip_tokenizer_init=True, compilation_cache_dir="", **options) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)], llm
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_folder: Path) -> list[list[int]]:
+    """As compiled in this process."""
+    return run(tiny_folder, **OPTIONS)[0]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What has been given to XLA to load."""
+    seen: list[bytes] = []
+    load = serialize_executable.deserialize_and_load
+
+    def watched(content: bytes, *args: Any, **options: Any) -> Any:
+        seen.append(content)
+        return load(content, *args, **options)
+
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", watched)
+    return seen
+
+
+def test_tokens_are_the_same_and_nothing_is_compiled(tiny_folder, compiled, expected, loaded, caplog) -> None:
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        tokens, llm = run(tiny_folder, **OPTIONS, executables=str(compiled))
+    assert tokens == expected
+    assert len(loaded) == llm._engine.runner.programs.num_compiled == 3
+    assert not [record for record in caplog.messages if record.startswith("compiled") or "not used" in record]
+
+
+def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expected, loaded) -> None:
+    tokens, llm = run(tiny_folder, block_size=4, executables=str(compiled))
+    assert tokens == expected and loaded
+    config = llm._serving.config
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (64, 2, 16)
+    assert llm._engine.scheduler.pool.num_blocks == 50
+
+
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "mixed-16.executable"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "mixed-16.executable"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def swap(folder: Path) -> None:
+    (folder / "decode-1.executable").rename(folder / "spare")
+    (folder / "decode-2.executable").rename(folder / "decode-1.executable")
+    (folder / "spare").rename(folder / "decode-2.executable")
+
+
+def another_program(folder: Path) -> None:
+    """Of the same length, which would run anything."""
+    file = folder / "mixed-16.executable"
+    file.write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.".ljust(file.stat().st_size))
+
+
+def remove(folder: Path) -> None:
+    (folder / "mixed-16.executable").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, swap, another_program, remove])
+def test_a_file_that_was_not_compiled_never_loads(damage, tiny_folder, compiled, copied, expected, loaded,
+                                                  caplog) -> None:
+    damage(copied)
+    good = {(compiled / f"{name}.executable").read_bytes() for name in PROGRAMS}
+    tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
+    assert tokens == expected  # compiled as usual
+    assert len(loaded) == (1 if damage is swap else 2) and set(loaded) <= good
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 3 - len(loaded)
+    assert all(".executable: " in line and "compiling" in line and "\n" not in line for line in warnings)
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edited(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        change(manifest)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    return edited
+
+
+def in_fingerprint(part: str, **values: Any) -> Callable[[Path], None]:
+    return edit(lambda manifest: manifest["fingerprint"][part].update(values))
+
+
+@pytest.mark.parametrize(("change", "options", "said"), [
+    (None, {"max_num_seqs": 4}, "max_num_seqs is 2 there, 4 here"),
+    (None, {"max_num_batched_tokens": 32}, "max_num_batched_tokens is 16 there, 32 here"),
+    (None, {"block_size": 8}, "block_size is 4 there, 8 here"),
+    (None, {"num_gpu_blocks_override": 51}, "num_blocks is 50 there, 51 here"),
+    (None, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'auto' there, 'fp8' here"),
+    (in_fingerprint("versions", jax="0.4.1"), {}, "jax is '0.4.1' there, "),
+    (in_fingerprint("target", platform="gpu"), {}, "platform is 'gpu' there, 'cpu' here"),
+    (in_fingerprint("mesh", tensor=2), {}, "tensor is 2 there, 1 here"),
+    (in_fingerprint("model", num_layers=7), {}, "num_layers is 7 there, 2 here"),
+    (in_fingerprint("sources", **{"jaxserve/runner/step.py": "0"}), {}, "changed since: jaxserve/runner/step.py"),
+    (in_fingerprint("sources", gone="0"), {}, "changed since: gone"),
+    (edit(lambda manifest: manifest["fingerprint"]["buckets"].remove("mixed-16")), {}, "no program for mixed-16"),
+    (edit(lambda manifest: manifest["programs"].pop("decode-2")), {}, "not compiled yet: decode-2"),
+    (edit(lambda manifest: manifest["fingerprint"].pop("sources")), {}, "the manifest has no sources"),
+])
+def test_what_differs_is_said_in_one_line(change, options, said, tiny_folder, copied, loaded, caplog) -> None:
+    if change is not None:
+        change(copied)
+    tokens, _ = run(tiny_folder, **(OPTIONS | options), executables=str(copied))
+    assert [len(token_ids) for token_ids in tokens] == [6, 6] and not loaded
+    line, = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said in line and str(copied) in line and "\n" not in line
+
+
+def test_a_folder_without_a_manifest_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExecutablesError, match="no manifest"):
+        run(tiny_folder, executables=str(tmp_path))
+    with pytest.raises(ExecutablesError, match="no manifest"):
+        run(tiny_folder, executables=str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("content", ["{ torn", "[]", "{}", '{"format": 99, "programs": {}, "fingerprint": {}}',
+                                     '{"format": 1, "programs": {"a": {}}, "fingerprint": {"options": {}}}',
+                                     '{"format": 1, "programs": {}, "fingerprint": {"options": 3}}'])
+def test_a_broken_manifest_is_an_error(content: str, tiny_folder: Path, copied: Path) -> None:
+    (copied / MANIFEST).write_text(content)
+    with pytest.raises(ExecutablesError, match="cannot be read"):
+        run(tiny_folder, executables=str(copied))
+
+
+def test_programs_wait_for_another_model_in_vain(tiny_folder: Path, copied: Path, loaded, caplog, tmp_path) -> None:
+    """Same options, another width."""
+    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    assert config["rms_norm_eps"] != 1e-3
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    run(other, **OPTIONS, executables=str(copied))
+    assert not loaded and "rms_norm_eps is" in caplog.text
