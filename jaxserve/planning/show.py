@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,9 @@ from jaxserve.planning.planner import PROMPT_TOKENS, Plan, Refused, Remedy, full
 _PARTS = (("weights", "blue"), ("sampler's rows", "magenta"), ("temporaries", "yellow"), ("KV cache", "green"),
           ("unused", "bright_black"))
 _SHADES = "█▓▒░·"
+_PLAIN: dict[str, Any] = dict(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+_BAR = 10
+"""Cells of a card's memory in the ranking."""
 
 
 def show_plan(plan: Plan, name: str, remedies: Sequence[Remedy], console: Console) -> None:
@@ -43,20 +48,20 @@ def show_ranking(plans: Sequence[Plan | Refused], name: str, console: Console) -
     shown = next(plan for plan in plans if isinstance(plan, Plan))
     context = min(2048, shown.max_model_len)
     table = Table(title=f"{name}, {_stored(shown)}, {shown.tensor_parallel_size} card(s), "
-                        f"max_model_len {shown.max_model_len:,}", title_justify="left")
-    for column, justify in (("card", "left"), ("", "left"), ("memory", "left"), ("KV tokens", "right"),
-                            ("longest", "right"), ("batch", "right"), ("tokens/s ≤", "right"), ("one ≤", "right"),
-                            ("first token ≥", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+                        f"max_model_len {shown.max_model_len:,}", **(_PLAIN | {"padding": 0}))
+    for column in ("card", "fits", "memory"):
+        table.add_column(column, min_width=_BAR if column == "memory" else None)
+    for column in ("KV tokens", "longest", "batch", "tok/s ≤", "one ≤", "first ≥"):
+        table.add_column(column, justify="right")
     for plan in plans:
         if isinstance(plan, Refused):
             table.add_row(plan.target.name, Text("no", "red"), Text(plan.reason, "dim"))
             continue
         batch = plan.largest_batch(context)
-        verdict = Text("fits", "green") if plan.fits else Text(f"lacks {_gb(plan.missing_bytes)}", "red")
+        verdict = Text("yes", "green") if plan.fits else Text(f"-{_gb(plan.missing_bytes)}", "red")
         speeds = [f"{full_tokens_per_s(plan):,.0f}", f"{plan.decode_tokens_per_s(context, 1):,.0f}",
                   _ms(plan.time_to_first_token().seconds)] if batch else ["", "", ""]
-        table.add_row(plan.target.name, verdict, _bar(plan, 20), f"{plan.num_tokens:,}", f"{plan.longest_context:,}",
+        table.add_row(plan.target.name, verdict, _bar(plan, _BAR), f"{plan.num_tokens:,}", f"{plan.longest_context:,}",
                       str(batch), *speeds)
     console.print(table)
     console.print(f"[dim]batch: sequences of {context:,} tokens that fit; tokens/s of that batch and of one sequence, "
@@ -106,7 +111,7 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _batches(plan: Plan) -> Table:
-    table = Table(title="decode tokens/s at most, by context and batch", title_justify="left")
+    table = Table(title="decode tokens/s at most, by context and batch", **_PLAIN)
     table.add_column("context", justify="right")
     table.add_column("largest batch", justify="right")
     for batch in plan.batches:
@@ -124,7 +129,7 @@ def _speed(plan: Plan, context: int, batch: int) -> str:
 
 
 def _remedies(found: Sequence[Remedy]) -> Table:
-    table = Table(title="what would make it fit", title_justify="left")
+    table = Table(title="what would make it fit", **_PLAIN)
     for column in ("change", "weights", "temporaries", "KV tokens", "longest context"):
         table.add_column(column, justify="left" if column == "change" else "right")
     for remedy in found:
