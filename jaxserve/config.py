@@ -172,6 +172,7 @@ class EngineConfig:
       kv_cache_memory_bytes: KV cache per device instead; default on a CPU `DEFAULT_CPU_KV_CACHE_BYTES`.
       num_gpu_blocks_override: exactly this many blocks, for tests and experiments.
       seed: of requests that bring no seed of their own.
+      enable_prefix_caching: keep computed KV blocks, and share them with prompts that begin with the same tokens.
       async_scheduling: plan and dispatch a step while the one before runs.
       mesh: devices to use.
       compilation_cache_dir: where compiled programs are kept between runs; "": nowhere; default: JAX's own setting,
@@ -190,6 +191,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     seed: int = 0
+    enable_prefix_caching: bool = True
     async_scheduling: bool = True
     mesh: Any = MeshConfig()
     compilation_cache_dir: str | None = None
@@ -212,8 +214,9 @@ class EngineConfig:
         if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
 
-        if not isinstance(self.async_scheduling, bool):
-            raise InvalidInputError("async_scheduling", self.async_scheduling, "True or False")
+        for name in ("async_scheduling", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(name, getattr(self, name), "True or False")
         for name in ("compilation_cache_dir", "executables"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):

@@ -228,6 +228,10 @@ class Request:
       num_inflight: sampled tokens that the host has not seen yet (at most 1 when a step is planned).
       slot: row of the per-request arrays on host and device while running, else None.
       needs_host_tokens: a step may not be scheduled while a token is in flight (its logits depend on it on the host).
+      cache_salt: only requests with the same one share cached prefixes.
+      num_cached_tokens: that were found in the prefix cache when it first ran.
+      block_names: of its full blocks, see `PrefixCache`.
+      num_published_blocks: how many of those that it holds have their names.
     """
 
     request_id: str
@@ -248,6 +252,10 @@ class Request:
     num_inflight: int = 0
     slot: int | None = None
     num_preemptions: int = 0
+    cache_salt: str | None = None
+    num_cached_tokens: int = 0
+    block_names: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -330,7 +338,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All that is known of a request so far; `finished` once nothing more will come."""
+    """All that is known of a request so far; `finished` once nothing more will come.
+
+    `num_cached_tokens`: of the prompt (of its first completion, if there are several), found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -340,3 +351,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: Exception | None = None
+    num_cached_tokens: int = 0

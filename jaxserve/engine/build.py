@@ -133,7 +133,8 @@ def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, j
         weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps))
     scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
                           max_num_batched_tokens=config.max_num_batched_tokens,
-                          max_blocks_per_seq=blocks_per_seq(config))
+                          max_blocks_per_seq=blocks_per_seq(config),
+                          enable_prefix_caching=config.enable_prefix_caching)
     runner = ModelRunner(with_blocks(steps, num_blocks), params, scheduler.block_tables, executables)
     if steps.cache.has_scales:
         runner.set_kv_scales(_sample_tokens(tokenizer, model.vocab_size, config.max_model_len))

@@ -112,7 +112,7 @@ class Engine:
         plan, self._postponed = self._postponed, None
         if plan is None:
             return self.scheduler.schedule()
-        plan.drop_finished()
+        self.scheduler.revise(plan)
         return plan
 
     def _dispatch(self, plan: StepPlan) -> Dispatched:

@@ -80,6 +80,7 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "SamplingParams")
+        prompt, cache_salt = _without_salt(prompt, field)
         text, token_ids = self._tokenise(prompt, field, chat_options or {})
         self._check_prompt(token_ids, field)
         params.check_vocab(self._vocab_size)
@@ -97,7 +98,7 @@ class InputProcessor:
             requests.append(Request(
                 f"{request_id}-{index}" if params.n > 1 else request_id, token_ids, own,
                 self._max_total_tokens(len(token_ids), params), arrival, priority, seed, self._stop_ids(params),
-                bad_words_ids, needs_host_tokens=any(len(word) > 1 for word in bad_words_ids)))
+                bad_words_ids, needs_host_tokens=any(len(word) > 1 for word in bad_words_ids), cache_salt=cache_salt))
         return group, requests
 
     def _tokenise(self, prompt: Prompt, field: str, chat_options: Mapping[str, Any]) -> tuple[str | None, list[int]]:
@@ -162,6 +163,16 @@ class InputProcessor:
                 if token_ids:
                     found[token_ids] = None
         return tuple(found)
+
+
+def _without_salt(prompt: Any, field: str) -> tuple[Any, str | None]:
+    """vLLM's prompts may carry a "cache_salt": prefixes are shared only with requests that bring the same one."""
+    if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
+        return prompt, None
+    salt = prompt["cache_salt"]
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidInputError(f"{field}.cache_salt", salt, "a text that is not empty, or None")
+    return {key: value for key, value in prompt.items() if key != "cache_salt"}, salt
 
 
 def _encode(tokenizer: Tokenizer, text: str, field: str, *, add_special_tokens: bool) -> list[int]:

@@ -41,7 +41,8 @@ class RequestGroup:
     def output(self, completions: Sequence[CompletionOutput]) -> RequestOutput:
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, list(completions),
                              finished=self.num_unfinished == 0, metrics=self.metrics,
-                             prompt_logprobs=self.prompt_logprobs)
+                             prompt_logprobs=self.prompt_logprobs,
+                             num_cached_tokens=self.completions[0].request.num_cached_tokens)
 
 
 class Completion:

@@ -129,7 +129,7 @@ class ModelRunner:
         for chunk in plan.chunks:
             request = chunk.request
             assert request.slot is not None
-            if self._slot_owners[request.slot] is not request or chunk.start == 0:
+            if chunk.enters:
                 self._enter_slot(request)
         if self._banned:
             self._update_bans(plan)

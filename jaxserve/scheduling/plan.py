@@ -12,13 +12,15 @@ from jaxserve.request import Request
 class Chunk:
     """A stretch of one request's known tokens: positions start ... start + num_tokens - 1.
 
-    `samples`: it reaches the last known token, so the step samples the next one.
+    `samples`: it reaches the last known token, so the step samples the next one. `enters`: the request was waiting
+    before.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    enters: bool = False
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class StepPlan:
       from_device: per decode, whether that token is still only on the device (it is in flight).
       chunks: stretches of prompts (or of tokens to recompute).
       preempted: requests whose blocks were taken; they wait again.
+      published: blocks that its chunks fill, and that others may share from this step on.
     """
 
     decodes: list[Request] = field(default_factory=list)
@@ -38,6 +41,7 @@ class StepPlan:
     from_device: list[bool] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -47,13 +51,12 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.decodes and not self.chunks
 
-    def drop_finished(self) -> None:
-        """Leaves out requests that have ended since the plan was made."""
+    def drop_finished_decodes(self) -> None:
+        """Leaves out those that have ended since the plan was made."""
         kept = [not request.is_finished for request in self.decodes]
         self.positions = list(compress(self.positions, kept))
         self.from_device = list(compress(self.from_device, kept))
         self.decodes = list(compress(self.decodes, kept))
-        self.chunks = [chunk for chunk in self.chunks if not chunk.request.is_finished]
 
     def rows(self) -> list[Request]:
         """The requests in the order of the step's sequence rows."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.block_pool import BlockPool
 from jaxserve.scheduling.plan import Chunk, StepPlan
+from jaxserve.scheduling.prefix_cache import PrefixCache
 
 
 class Scheduler:
@@ -29,10 +30,11 @@ class Scheduler:
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 max_blocks_per_seq: int):
+                 max_blocks_per_seq: int, enable_prefix_caching: bool = False):
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
         self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -75,10 +77,28 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
+    def revise(self, plan: StepPlan) -> None:
+        """Leaves out of a plan, which has not run yet, what has ended since it was made.
+
+        If a chunk is left out, so are all: others may count on what it would have written. They compute it again.
+        """
+        plan.drop_finished_decodes()
+        if not any(chunk.request.is_finished for chunk in plan.chunks):
+            return
+        self.pool.forget(plan.published)
+        for chunk in reversed(plan.chunks):
+            if not chunk.request.is_finished:
+                chunk.request.num_inflight -= chunk.samples
+                self._preempt(chunk.request)
+        plan.chunks, plan.published = [], []
+
     def recompute_all(self) -> None:
         """Preempts everything that runs, because what the cache holds is no longer valid."""
         for request in reversed(tuple(self.running)):
             self._preempt(request)
+        self.prefixes.new_weights()
+        for request in self.waiting:
+            request.block_names.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, slots and tables agree with the requests. For tests and idle loops."""
@@ -103,8 +123,10 @@ class Scheduler:
                 continue  # still in prefill, or preempted a moment ago
             if request.num_inflight and (num_known >= request.max_total_tokens or request.needs_host_tokens):
                 continue  # ends with the token in flight, or must see it first
-            if position == len(request.block_ids) * block_size and not self._grow(request, position + 1, plan):
-                continue
+            if position == len(request.block_ids) * block_size:
+                self.prefixes.publish(request)  # its last block, full since the step before
+                if not self._grow(request, position + 1, plan):
+                    continue
             decodes.append(request)
             positions.append(position)
             from_device.append(request.num_inflight > 0)
@@ -129,23 +151,38 @@ class Scheduler:
         """Starts waiting requests, in order, while a slot, budget and blocks for the whole prompt are there."""
         while self.waiting and budget > 0 and self._free_slots:
             request = self.waiting[0]
-            if request.num_inflight or self._blocks_for(request.num_tokens) > self.pool.num_free:
+            if request.num_inflight:
+                break
+            cached = self.prefixes.match(request)
+            missing = self._blocks_for(request.num_tokens) - len(cached)
+            if missing > self.pool.num_free - self.pool.num_idle(cached):
                 break
             self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            request.slot = self._free_slots.pop()
-            self.running.append(request)
-            num_tokens = min(request.num_tokens, budget)
-            self._grow(request, num_tokens, plan)
-            self._add_chunk(plan, request, num_tokens)
+            self._start(request, cached)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            self._grow(request, request.num_computed_tokens + num_tokens, plan)
+            self._add_chunk(plan, request, num_tokens, enters=True)
             budget -= num_tokens
 
-    def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+    def _start(self, request: Request, cached: list[int]) -> None:
+        """Makes a waiting request a running one that holds these blocks, whose tokens need no computing."""
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        self.running.append(request)
+        self.pool.share(cached)
+        request.block_ids = cached
+        self.block_tables[request.slot, : len(cached)] = cached
+        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_published_blocks = len(cached)
+        self.prefixes.count(request, request.num_computed_tokens)
+
+    def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int, *, enters: bool = False) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
         samples = request.num_computed_tokens == request.num_tokens
         request.num_inflight += samples
-        plan.chunks.append(Chunk(request, start, num_tokens, samples))
+        plan.chunks.append(Chunk(request, start, num_tokens, samples, enters))
+        plan.published += self.prefixes.publish(request)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -182,8 +219,9 @@ class Scheduler:
         self.waiting.appendleft(victim)
 
     def _release(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
+        self.pool.free(reversed(request.block_ids))  # of what is cached the end is evicted first
         request.block_ids = []
+        request.num_published_blocks = 0
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None

@@ -12,18 +12,24 @@ from jaxserve.scheduling.scheduler import Scheduler
 PARAMS = SamplingParams()
 
 
-def make_request(name: str, num_prompt: int, num_new: int, **options) -> Request:
-    return Request(name, list(range(num_prompt)), PARAMS, num_prompt + num_new, **options)
+def make_request(name: str, num_prompt: int, num_new: int, first: int = 0, **options) -> Request:
+    return Request(name, [first, *range(1, num_prompt)], PARAMS, num_prompt + num_new, **options)
 
 
 @dataclass
 class Device:
-    """Runs plans one step late, as the engine does. A request's token number i is 1000 + i."""
+    """Runs plans one step late, as the engine does. A request's token number i is 1000 + i.
+
+    Attributes:
+      cached: how many of a request's tokens are in its blocks.
+      content: of each slot of each block, all tokens up to the one whose key and value lie there.
+    """
 
     scheduler: Scheduler
     overlap: bool = True
     ahead: StepPlan | None = None
     cached: dict[Request, int] = field(default_factory=dict)
+    content: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -43,13 +49,35 @@ class Device:
         assert len(rows) == len(set(rows)), "a request is twice in a step"
         spans = [(r, p, 1) for r, p in zip(plan.decodes, plan.positions, strict=True)]
         spans += [(c.request, c.start, c.num_tokens) for c in plan.chunks]
+        for chunk in plan.chunks:
+            if chunk.enters:
+                assert chunk.start % self.scheduler.block_size == 0
+                self.cached[chunk.request] = chunk.start
         for request, start, count in spans:
             assert request.status is RequestStatus.RUNNING
             assert start == self.cached.get(request, 0), "computes what is cached, or leaves a gap"
             assert start + count <= len(request.block_ids) * self.scheduler.block_size, "writes outside its blocks"
             self.cached[request] = start + count
+        self.write_and_read(spans)
         for chunk in plan.chunks:
             assert chunk.samples == (self.cached[chunk.request] == chunk.request.num_tokens)
+
+    def write_and_read(self, spans: list[tuple[Request, int, int]]) -> None:
+        """As a layer does: first all keys of the step are written, then every query reads its sequence's."""
+        size = self.scheduler.block_size
+        places = {}
+        for request, start, count in spans:
+            tokens = request.prompt_token_ids + [1000 + i for i in range(64)]
+            prefixes, prefix = [], hash(request.cache_salt)
+            for token in tokens[: start + count]:
+                prefix = hash((prefix, token))
+                prefixes.append(prefix)
+            places[request] = [((request.block_ids[i // size], i % size), prefix) for i, prefix in enumerate(prefixes)]
+            for place, prefix in places[request][start:]:
+                self.content[place] = prefix
+        for request, wanted in places.items():
+            for place, prefix in wanted:
+                assert self.content[place] == prefix, f"{request.request_id} reads another text's keys"
 
     def read(self, plan: StepPlan) -> None:
         for request in plan.decodes + [c.request for c in plan.chunks if c.samples]:
@@ -62,17 +90,20 @@ class Device:
 
 
 requests_strategy = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans(), st.integers(0, 8)), min_size=1, max_size=12)
+    st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans(), st.integers(0, 8), st.integers(0, 1),
+              st.sampled_from([None, None, "salt"])), min_size=1, max_size=12)
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests_strategy, st.integers(9, 20), st.integers(1, 4), st.integers(4, 24), st.booleans(), st.data())
-def test_random_runs_keep_all_invariants_and_end(specs, num_blocks, max_num_seqs, budget, overlap, data):
+@given(requests_strategy, st.integers(9, 20), st.integers(1, 4), st.integers(4, 24), st.booleans(), st.booleans(),
+       st.data())
+def test_random_runs_keep_all_invariants_and_end(specs, num_blocks, max_num_seqs, budget, overlap, caching, data):
     scheduler = Scheduler(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs,
-                          max_num_batched_tokens=max(budget, max_num_seqs), max_blocks_per_seq=8)
+                          max_num_batched_tokens=max(budget, max_num_seqs), max_blocks_per_seq=8,
+                          enable_prefix_caching=caching)
     device = Device(scheduler, overlap)
-    pending = [(make_request(str(i), prompt, new, needs_host_tokens=sync), delay)
-               for i, (prompt, new, sync, delay) in enumerate(specs)]
+    pending = [(make_request(str(i), prompt, new, first, needs_host_tokens=sync, cache_salt=salt), delay)
+               for i, (prompt, new, sync, delay, first, salt) in enumerate(specs)]
     aborted = set()
     for step in range(1000):
         for request, delay in pending:
