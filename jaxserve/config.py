@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidInputError, UnsupportedModelError
+from jaxserve.scheduling.policy import PolicyName, PriorityWeights
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
@@ -130,6 +132,18 @@ def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
                                 f"a divisor of intermediate_size={config.intermediate_size}")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Raises InvalidInputError unless it is a number above 0."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        raise InvalidInputError(name, value, "a number above 0")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raises InvalidInputError unless it is a number, and neither infinite nor NaN."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidInputError(name, value, "a finite number")
+
+
 def _require_int(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise InvalidInputError(name, value, f"an integer, at least {low}")
@@ -173,6 +187,10 @@ class EngineConfig:
       num_gpu_blocks_override: exactly this many blocks, for tests and experiments.
       seed: of requests that bring no seed of their own.
       enable_prefix_caching: keep computed KV blocks, and share them with prompts that begin with the same tokens.
+      scheduling_policy: "fcfs", or "priority": the lowest rank first, see `PriorityWeights`.
+      priority_weights: what waiting and other things are worth in a rank.
+      max_waiting_requests: most that may wait; more are refused with `QueueFullError`. None: any number.
+      queue_timeout_s: a request that has not begun to run so long after its arrival ends with `RequestTimeoutError`.
       async_scheduling: plan and dispatch a step while the one before runs.
       mesh: devices to use.
       compilation_cache_dir: where compiled programs are kept between runs; "": nowhere; default: JAX's own setting,
@@ -192,6 +210,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     seed: int = 0
     enable_prefix_caching: bool = True
+    scheduling_policy: PolicyName = "fcfs"
+    priority_weights: PriorityWeights = field(default_factory=PriorityWeights)
+    max_waiting_requests: int | None = None
+    queue_timeout_s: float | None = None
     async_scheduling: bool = True
     mesh: Any = MeshConfig()
     compilation_cache_dir: str | None = None
@@ -203,7 +225,11 @@ class EngineConfig:
         if self.kv_cache_dtype not in get_args(KVCacheDType):
             allowed = f"one of {', '.join(get_args(KVCacheDType))}"
             raise InvalidInputError("kv_cache_dtype", self.kv_cache_dtype, allowed)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        if self.scheduling_policy not in get_args(PolicyName):
+            allowed = f"one of {', '.join(get_args(PolicyName))}"
+            raise InvalidInputError("scheduling_policy", self.scheduling_policy, allowed)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
+                     "max_waiting_requests"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         if self.num_gpu_blocks_override is not None:
@@ -214,6 +240,10 @@ class EngineConfig:
         if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
 
+        if self.queue_timeout_s is not None:
+            check_positive("queue_timeout_s", self.queue_timeout_s)
+        if not isinstance(self.priority_weights, PriorityWeights):
+            raise InvalidInputError("priority_weights", self.priority_weights, "a PriorityWeights")
         for name in ("async_scheduling", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(name, getattr(self, name), "True or False")

@@ -47,6 +47,14 @@ class OutOfMemoryError(JaxserveError):
     """The memory asked for holds not even one KV block, or the weights do not fit."""
 
 
+class QueueFullError(JaxserveError):
+    """As many requests wait as may; try again later."""
+
+
+class RequestTimeoutError(JaxserveError):
+    """The request's deadline passed before it was answered."""
+
+
 class CompilerError(JaxserveError):
     """XLA's compiler for the target is not installed, or cannot make the program."""
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.errors import EngineDeadError, InvalidInputError
+from jaxserve.errors import EngineDeadError, InvalidInputError, QueueFullError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 
 
@@ -171,13 +171,12 @@ class LLM:
         try:
             group, requests = self._serving.inputs.make(request_id, prompt, params, priority=priority, field=field,
                                                         chat_options=chat_options)
-        except InvalidInputError as error:
+            with interrupts_held():
+                self._engine.add(group, requests)
+        except (InvalidInputError, QueueFullError) as error:
             text = prompt if isinstance(prompt, str) else None
             outputs[request_id] = RequestOutput(request_id, text, [], [], finished=True, error=error,
                                                 metrics=RequestMetrics(time.monotonic()))
-        else:
-            with interrupts_held():
-                self._engine.add(group, requests)
 
     def _raise_if_all_failed(self, outputs: dict[str, RequestOutput], request_ids: list[str]) -> None:
         if request_ids and len(outputs) == len(request_ids):

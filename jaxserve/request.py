@@ -220,6 +220,7 @@ class Request:
                    (KV in the cache or being written) (known on the host)   (sampled on the device, not yet read)
 
     Attributes:
+      priority, business_value: see `scheduling.policy`.
       max_total_tokens: prompt plus output may not grow past this.
       seed: of its random draws, 64 bits.
       stop_ids: token ids that end it once `min_tokens` are out.
@@ -240,6 +241,7 @@ class Request:
     max_total_tokens: int
     arrival_time_s: float = 0.0
     priority: int = 0
+    business_value: float = 0.0
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()

@@ -42,7 +42,8 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                       request_id: str | None = None, *, priority: int = 0,
+                       request_id: str | None = None, *, priority: int = 0, business_value: float = 0.0,
+                       deadline_s: float | None = None,
                        chat_options: Mapping[str, Any] | None = None) -> AsyncIterator[RequestOutput]:
         """Completes one prompt; yields as tokens come, in the form of `sampling_params.output_kind`.
 
@@ -51,10 +52,14 @@ class AsyncLLM:
         Args:
           prompt: a text, token ids or chat messages.
           request_id: of the caller's choice; must not be in use.
+          priority, business_value: with `scheduling_policy="priority"`, see `scheduling.policy`.
+          deadline_s: seconds from now at which the request ends, finished or not.
           chat_options: for the chat template.
 
         Raises:
           InvalidInputError: at the first step of the iteration, before anything is queued.
+          QueueFullError: as many requests wait as may.
+          RequestTimeoutError: its deadline, or the queue's, has passed.
           EngineDeadError: the engine has failed.
         """
         if request_id is None:
@@ -64,14 +69,17 @@ class AsyncLLM:
             raise InvalidInputError("request_id", request_id, "an id that is not in use")
         params = self._serving.default_sampling if sampling_params is None else sampling_params
         group, requests = self._serving.inputs.make(request_id, prompt, params, priority=priority,
+                                                    business_value=business_value, deadline_s=deadline_s,
                                                     chat_options=chat_options)
         mailbox = self._mailboxes[request_id] = _Mailbox(params.output_kind)
         finished = False
         try:
-            self._submit(lambda: self._engine.add(group, requests))
+            await asyncio.wrap_future(self._submit(lambda: self._engine.add(group, requests)))
             while not finished:
                 for output in await mailbox.take():
                     finished = output.finished
+                    if output.error is not None:
+                        raise output.error
                     yield output
         finally:
             del self._mailboxes[request_id]

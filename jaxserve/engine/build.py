@@ -134,11 +134,13 @@ def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, j
     scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
                           max_num_batched_tokens=config.max_num_batched_tokens,
                           max_blocks_per_seq=blocks_per_seq(config),
-                          enable_prefix_caching=config.enable_prefix_caching)
+                          enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
+                          priority_weights=config.priority_weights)
     runner = ModelRunner(with_blocks(steps, num_blocks), params, scheduler.block_tables, executables)
     if steps.cache.has_scales:
         runner.set_kv_scales(_sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
-    return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling)
+    return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling,
+                  max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s)
 
 
 def _sample_tokens(tokenizer: Tokenizer | None, vocab_size: int, most: int) -> list[int]:

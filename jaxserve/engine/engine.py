@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
+from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.logprobs import HostCopy
 from jaxserve.engine.outputs import Completion, RequestGroup
+from jaxserve.errors import QueueFullError
 from jaxserve.request import Request, RequestOutput, RequestStatus
 from jaxserve.runner.model_runner import Dispatched, ModelRunner
 from jaxserve.scheduling.plan import StepPlan
@@ -27,6 +29,7 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_timed_out: int = 0
 
 
 class Engine:
@@ -35,10 +38,13 @@ class Engine:
     With `overlap` a step is planned and dispatched before the tokens of the one before are read (see `Scheduler`).
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, *, overlap: bool):
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, *, overlap: bool,
+                 max_waiting_requests: int | None = None, queue_timeout_s: float | None = None):
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.stats = EngineStats()
         self._overlap = overlap
+        self._max_waiting = max_waiting_requests
+        self._deadlines = Deadlines(queue_timeout_s)
         self._ahead: Dispatched | None = None
         self._postponed: StepPlan | None = None
         self._undelivered: list[RequestOutput] = []
@@ -50,7 +56,15 @@ class Engine:
         return bool(self._groups or self._undelivered) or self._ahead is not None
 
     def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
-        """Queues the completions of one caller's request."""
+        """Queues the completions of one caller's request.
+
+        Raises:
+          QueueFullError: as many wait as may; nothing was queued.
+        """
+        if self._max_waiting is not None and len(self.scheduler.waiting) + len(requests) > self._max_waiting:
+            raise QueueFullError(f"{len(self.scheduler.waiting)} requests wait, max_waiting_requests is "
+                                 f"{self._max_waiting}; try again later")
+        self._deadlines.add(group)
         self._groups[group.request_id] = group
         group.num_unfinished = len(requests)
         for index, request in enumerate(requests):
@@ -65,16 +79,22 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return None
+        self.stats.num_aborted += 1
+        return self._end(group)
+
+    def _end(self, group: RequestGroup) -> RequestOutput:
         for completion in group.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"
                 completion.finish()
                 self._retire(completion)
-        self.stats.num_aborted += 1
         return group.output([completion.output() for completion in group.completions])
 
     def step(self) -> list[RequestOutput]:
         """Plans and dispatches a step, then reads the one before it (without overlap: this one)."""
+        for group, error in self._deadlines.late(time.monotonic()):
+            self.stats.num_timed_out += 1
+            self._undelivered.append(replace(self._end(group), error=error))
         with jax.profiler.TraceAnnotation("schedule"):
             plan = self._next_plan()
         if self._ahead is not None and not plan.is_empty and not self.runner.is_compiled(plan):

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxserve.config import check_finite, check_positive
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import InvalidInputError, PromptTooLongError
 from jaxserve.request import Request, RequestMetrics, SamplingParams
@@ -67,11 +68,14 @@ class InputProcessor:
         self._seeds = np.random.default_rng(seed)
 
     def make(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0,
-             arrival_time_s: float | None = None, field: str = "prompt",
+             business_value: float = 0.0, deadline_s: float | None = None, arrival_time_s: float | None = None,
+             field: str = "prompt",
              chat_options: Mapping[str, Any] | None = None) -> tuple[RequestGroup, list[Request]]:
         """A caller's request and its n sequences.
 
         Args:
+          priority, business_value: see `scheduling.policy`.
+          deadline_s: seconds from now at which it ends, finished or not.
           field: what to call the prompt in errors.
           chat_options: for the chat template, if the prompt is messages.
 
@@ -80,6 +84,10 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "SamplingParams")
+        if deadline_s is not None:
+            check_positive("deadline_s", deadline_s)
+        check_finite("priority", priority)
+        check_finite("business_value", business_value)
         prompt, cache_salt = _without_salt(prompt, field)
         text, token_ids = self._tokenise(prompt, field, chat_options or {})
         self._check_prompt(token_ids, field)
@@ -90,15 +98,16 @@ class InputProcessor:
         if self.tokenizer is None and needs_text:
             raise InvalidInputError("stop" if params.stop else "bad_words", needs_text, "none without a tokenizer")
         arrival = time.monotonic() if arrival_time_s is None else arrival_time_s
-        group = RequestGroup(request_id, text, token_ids, params, RequestMetrics(arrival))
+        group = RequestGroup(request_id, text, token_ids, params, RequestMetrics(arrival), deadline_s=deadline_s)
         requests = []
         for index in range(params.n):
             own = params.for_completion(index)
             seed = int(self._seeds.integers(2**63)) if own.seed is None else own.seed % 2**64
             requests.append(Request(
                 f"{request_id}-{index}" if params.n > 1 else request_id, token_ids, own,
-                self._max_total_tokens(len(token_ids), params), arrival, priority, seed, self._stop_ids(params),
-                bad_words_ids, needs_host_tokens=any(len(word) > 1 for word in bad_words_ids), cache_salt=cache_salt))
+                self._max_total_tokens(len(token_ids), params), arrival, priority, business_value, seed,
+                self._stop_ids(params), bad_words_ids, cache_salt=cache_salt,
+                needs_host_tokens=any(len(word) > 1 for word in bad_words_ids)))
         return group, requests
 
     def _tokenise(self, prompt: Prompt, field: str, chat_options: Mapping[str, Any]) -> tuple[str | None, list[int]]:

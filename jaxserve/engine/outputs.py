@@ -21,7 +21,10 @@ from jaxserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
 
 @dataclass(eq=False)
 class RequestGroup:
-    """A caller's request: a prompt and its n completions."""
+    """A caller's request: a prompt and its n completions.
+
+    `deadline_s`: seconds after its arrival at which it ends, finished or not.
+    """
 
     request_id: str
     prompt: str | None
@@ -31,6 +34,7 @@ class RequestGroup:
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_unfinished: int = 0
+    deadline_s: float | None = None
 
     def on_finish(self, completion: Completion) -> list[RequestOutput]:
         """What the caller gets when one completion has ended: all together if it does not stream."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,14 +9,17 @@ import numpy as np
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.block_pool import BlockPool
 from jaxserve.scheduling.plan import Chunk, StepPlan
+from jaxserve.scheduling.policy import Policy, PolicyName, PriorityWeights, WaitingQueue
 from jaxserve.scheduling.prefix_cache import PrefixCache
 
 
 class Scheduler:
-    """First come, first served, decodes before prefills, prompts cut into chunks that fit the token budget.
+    """First come, first served (or by rank, see `policy`), decodes before prefills, prompts cut into chunks that fit
+    the token budget.
 
-    When blocks run out the newest running request is preempted: its blocks are freed and it waits, at the head of the
-    queue, to compute its tokens again. The oldest request therefore always advances.
+    When blocks run out the last running request in that order is preempted: its blocks are freed and it waits, in its
+    old place, to compute its tokens again. The first request therefore always advances. With priorities the last ones
+    also make room for one that waits and comes before them.
 
     Steps are planned ahead: a step is planned while the one before still runs, so a request's newest token may be
     known only to the device (`Request.num_inflight`). A request that will have reached its length by then is left
@@ -30,13 +32,15 @@ class Scheduler:
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 max_blocks_per_seq: int, enable_prefix_caching: bool = False):
+                 max_blocks_per_seq: int, enable_prefix_caching: bool = False, policy: PolicyName = "fcfs",
+                 priority_weights: PriorityWeights | None = None):
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
         self.prefixes = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)
         self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
-        self.waiting: deque[Request] = deque()
+        self.policy = Policy(policy, priority_weights or PriorityWeights(), max_num_batched_tokens)
+        self.waiting = WaitingQueue(self.policy.rank)
         self.running: list[Request] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
@@ -56,24 +60,26 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked that it can fit: max_total_tokens - 1 <= capacity_tokens."""
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees what it holds."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._release(request)
-        elif request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
+        self.waiting.forget(request)
         request.status = RequestStatus.FINISHED
 
     def schedule(self) -> StepPlan:
         """Plans the next step and counts its tokens as computed; the plan must then be run."""
         plan = StepPlan()
+        if self.policy.preempts:
+            self._make_room(plan)
+        num_made_room = len(plan.preempted)
         self._schedule_decodes(plan)
         budget = self.max_num_batched_tokens - len(plan.decodes)
         budget = self._continue_prefills(plan, budget)
-        if not plan.preempted:
+        if len(plan.preempted) == num_made_room:  # else blocks are short
             self._admit(plan, budget)
         return plan
 
@@ -149,20 +155,35 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Starts waiting requests, in order, while a slot, budget and blocks for the whole prompt are there."""
-        while self.waiting and budget > 0 and self._free_slots:
-            request = self.waiting[0]
-            if request.num_inflight:
+        while budget > 0 and self._free_slots:
+            request = self.waiting.first()
+            if request is None or request.num_inflight:
                 break
             cached = self.prefixes.match(request)
-            missing = self._blocks_for(request.num_tokens) - len(cached)
-            if missing > self.pool.num_free - self.pool.num_idle(cached):
+            if self._missing_blocks(request, cached) > 0:
                 break
-            self.waiting.popleft()
+            self.waiting.pop()
             self._start(request, cached)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             self._grow(request, request.num_computed_tokens + num_tokens, plan)
             self._add_chunk(plan, request, num_tokens, enters=True)
             budget -= num_tokens
+
+    def _missing_blocks(self, request: Request, cached: list[int]) -> int:
+        """How many blocks more must be free before it can start; it would share those in `cached`."""
+        free = self.pool.num_free - self.pool.num_idle(cached)
+        return self._blocks_for(request.num_tokens) - len(cached) - free
+
+    def _make_room(self, plan: StepPlan) -> None:
+        """Preempts running requests that come after the first one that waits, as many as it needs."""
+        request = self.waiting.first()
+        while request is not None and not request.num_inflight and self.running and (
+                not self._free_slots or self._missing_blocks(request, self.prefixes.match(request)) > 0):
+            last = max(self.running, key=self.waiting.place)
+            if self.waiting.place(last) < self.waiting.place(request):
+                return
+            self._preempt(last)
+            plan.preempted.append(last)
 
     def _start(self, request: Request, cached: list[int]) -> None:
         """Makes a waiting request a running one that holds these blocks, whose tokens need no computing."""
@@ -204,8 +225,8 @@ class Scheduler:
         return True
 
     def _victim(self, plan: StepPlan) -> Request | None:
-        """The newest running request, unless it is part of this very step already."""
-        victim = self.running[-1]
+        """The last running request, unless it is part of this very step already."""
+        victim = max(self.running, key=self.waiting.place)
         planned = any(victim is request for request in plan.rows())
         return None if planned else victim
 
@@ -216,7 +237,7 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self.waiting.add(victim)
 
     def _release(self, request: Request) -> None:
         self.pool.free(reversed(request.block_ids))  # of what is cached the end is evicted first
