@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.driver import use_cpu_without_driver
 
 if TYPE_CHECKING:
+    from jaxserve.beam_search import BeamSearchParams as BeamSearchParams
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.config import MeshConfig as MeshConfig
     from jaxserve.engine.async_llm import AsyncLLM as AsyncLLM
@@ -23,8 +24,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxserve.llm", "generate": "jaxserve.llm", "AsyncLLM": "jaxserve.engine.async_llm",
-    "SamplingParams": "jaxserve.request", "RequestOutput": "jaxserve.request",
-    "CompletionOutput": "jaxserve.request", "RequestOutputKind": "jaxserve.request",
+    "BeamSearchParams": "jaxserve.beam_search", "SamplingParams": "jaxserve.request",
+    "RequestOutput": "jaxserve.request", "CompletionOutput": "jaxserve.request", "RequestOutputKind": "jaxserve.request",
     "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",
 }
 __all__ = [*_HOMES, "__version__"]

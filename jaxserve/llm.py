@@ -11,11 +11,13 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import EngineDeadError, InvalidInputError, QueueFullError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.scheduling.report import MemoryReport, memory_report
 
 
 class LLM:
@@ -69,6 +71,30 @@ class LLM:
         options = dict(chat_template_kwargs or {}, chat_template=chat_template, tools=tools,
                        add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         return self._run(messages, sampling_params, use_tqdm, None, options)
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that beam search finds, as vLLM's method of this name.
+
+        Args:
+          prompts: as for `generate`.
+
+        Raises:
+          InvalidInputError: a prompt or the parameters are not acceptable.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidInputError("params", params, "BeamSearchParams")
+        inputs, tokenizer = self._serving.inputs, self.get_tokenizer()
+        items, _ = split_prompts(prompts)
+        with self._lock:
+            return beam_search(
+                [inputs.token_ids(item, f"prompts[{index}]") for index, item in enumerate(items)], params,
+                stop_ids=inputs.eos_token_ids, decode=tokenizer.decode if tokenizer is not None else lambda _: "",
+                generate=lambda beams, one_token: self.generate(beams, one_token, use_tqdm=False))
+
+    def memory_report(self) -> MemoryReport:
+        """What the KV cache's blocks are used for at this moment."""
+        with self._lock:
+            return memory_report(self._engine.scheduler)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer (None with skip_tokenizer_init)."""

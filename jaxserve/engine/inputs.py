@@ -67,6 +67,17 @@ class InputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = np.random.default_rng(seed)
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text."""
+        return self._eos_token_ids
+
+    def token_ids(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+        """Of an acceptable prompt; raises as `make`."""
+        _, token_ids = self._tokenise(prompt, field, {})
+        self._check_prompt(token_ids, field)
+        return token_ids
+
     def make(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0,
              business_value: float = 0.0, deadline_s: float | None = None, arrival_time_s: float | None = None,
              field: str = "prompt",

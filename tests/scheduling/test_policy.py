@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +17,9 @@ from tests.scheduling.test_scheduler import Device
 
 
 def small(**options) -> tuple[Scheduler, Device]:
-    defaults = dict(num_blocks=40, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_blocks_per_seq=16,
-                    policy="priority", priority_weights=PriorityWeights(waiting=1.0))
+    defaults: dict[str, Any] = dict(
+        num_blocks=40, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_blocks_per_seq=16,
+        policy="priority", priority_weights=PriorityWeights(waiting=1.0))
     scheduler = Scheduler(**(defaults | options))
     return scheduler, Device(scheduler)
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduling import prefix_cache
+from jaxserve.scheduling.report import memory_report
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import Device
 
@@ -167,3 +168,19 @@ def test_faults_are_seen_by_these_tests(fault: str, monkeypatch: pytest.MonkeyPa
         run(device, request("b", [*range(8, 12), *range(4), 9, 9, 9, 9, 9]))
         run(device, request("c", [*range(4), *range(4), 9]))
         raise RuntimeError("nothing was seen")
+
+
+def test_the_report_says_who_holds_what() -> None:
+    scheduler, device = small()
+    for name in ("a", "b"):
+        scheduler.add(request(name, list(range(10)), num_new=6))
+    device.step()
+    report = memory_report(scheduler)
+    assert report.owners == {"a": 3, "b": 3} and (report.num_used, report.num_shared) == (4, 2)
+    assert report.waste == pytest.approx(1 - (8 + 2 * 2) / 16)
+    assert report.num_blocks == 19 == report.num_used + report.num_cached + report.num_empty
+    while scheduler.has_requests:
+        device.step()
+    report = memory_report(scheduler)
+    assert (report.num_used, report.owners, report.waste) == (0, {}, 0.0) and report.num_cached > 0
+    assert report.hit_rate == 8 / 20
