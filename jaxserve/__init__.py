@@ -25,8 +25,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxserve.llm", "generate": "jaxserve.llm", "AsyncLLM": "jaxserve.engine.async_llm",
     "BeamSearchParams": "jaxserve.beam_search", "SamplingParams": "jaxserve.request",
-    "RequestOutput": "jaxserve.request", "CompletionOutput": "jaxserve.request", "RequestOutputKind": "jaxserve.request",
-    "MeshConfig": "jaxserve.config", "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",
+    "RequestOutput": "jaxserve.request", "CompletionOutput": "jaxserve.request",
+    "RequestOutputKind": "jaxserve.request", "MeshConfig": "jaxserve.config",
+    "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",
 }
 __all__ = [*_HOMES, "__version__"]
 

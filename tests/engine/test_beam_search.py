@@ -34,16 +34,15 @@ def test_beams_are_transformers_beams(tiny_llm: LLM, tiny_reference: Any, width:
 
 
 def test_sequences_end_at_an_end_token(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end is a token that the best beam has in its middle."""
-    params = BeamSearchParams(beam_width=8, max_tokens=7)
+    """The end is a token that the best beam has in its middle; without a penalty the shorter sum is the larger."""
+    params = BeamSearchParams(beam_width=8, max_tokens=7, length_penalty=0.0)
     end = tiny_llm.beam_search([[5]], params)[0].sequences[0].tokens[4]
     monkeypatch.setattr(tiny_llm._serving.inputs, "_eos_token_ids", frozenset([end]))
     output, = tiny_llm.beam_search([[5]], params)
     ended = [beam for beam in output.sequences if beam.finish_reason == "stop"]
     assert ended and all(beam.tokens[-1] == end and end not in beam.tokens[1:-1] for beam in ended)
     assert all(end not in beam.tokens[1:] for beam in output.sequences if beam not in ended)
-    lengths = [len(beam.tokens) - (beam.finish_reason == "stop") for beam in output.sequences]
-    scores = [beam.cum_logprob / length for beam, length in zip(output.sequences, lengths, strict=True)]
+    scores = [beam.cum_logprob for beam in output.sequences]
     assert scores == sorted(scores, reverse=True)
 
 
