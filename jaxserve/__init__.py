@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from jaxserve.engine.async_llm import AsyncLLM as AsyncLLM
     from jaxserve.llm import LLM as LLM
     from jaxserve.llm import generate as generate
+    from jaxserve.planning.planner import Plan as Plan
     from jaxserve.planning.planner import plan as plan
+    from jaxserve.planning.planner import plan_all as plan_all
     from jaxserve.request import CompletionOutput as CompletionOutput
     from jaxserve.request import RequestOutput as RequestOutput
     from jaxserve.request import RequestOutputKind as RequestOutputKind
@@ -28,6 +30,7 @@ _HOMES = {
     "RequestOutput": "jaxserve.request", "CompletionOutput": "jaxserve.request",
     "RequestOutputKind": "jaxserve.request", "MeshConfig": "jaxserve.config",
     "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",
+    "plan_all": "jaxserve.planning.planner", "Plan": "jaxserve.planning.planner",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -15,11 +15,16 @@ _SOURCES = ("jaxserve/layers", "jaxserve/models", "jaxserve/runner", "jaxserve/s
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-@cache
 def step_sources() -> dict[str, str]:
     """File -> SHA-256 of all that a step is traced from."""
+    return sources(_SOURCES)
+
+
+@cache
+def sources(places: tuple[str, ...]) -> dict[str, str]:
+    """File -> SHA-256 of the Python and JSON files in these files and folders."""
     found = {}
-    for place in _SOURCES:
+    for place in places:
         files = (_ROOT / place).rglob("*") if (_ROOT / place).is_dir() else [_ROOT / place]
         for file in sorted(files):
             if file.suffix in (".py", ".json"):

@@ -274,6 +274,8 @@ class Request:
     def known_tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start ... stop - 1."""
         split = len(self.prompt_token_ids)
+        if stop <= split:
+            return self.prompt_token_ids[start:stop]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[max(start - split, 0) : max(stop - split, 0)]
 
     @property

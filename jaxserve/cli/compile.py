@@ -34,11 +34,12 @@ def compile(
     """
     from tqdm import tqdm
 
-    from jaxserve.executables.build import build_executables
+    from jaxserve.executables.build import build_executables, check_folder
     from jaxserve.executables.job import make_job
     from jaxserve.executables.manifest import Entry
 
     start = time.monotonic()
+    check_folder(out)
     job = make_job(model, target=target, quantization=quantization, autotune_results=autotune_results,
                    save_autotune_results=save_autotune_results, **options.arguments())
     with tqdm(total=0, desc="compiling", unit="program", disable=not sys.stderr.isatty()) as bar:

@@ -25,7 +25,7 @@ from jaxserve.executables.load import Executables
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
-from jaxserve.runner.blueprint import blocks_per_seq, blueprint, with_blocks
+from jaxserve.runner.blueprint import Blueprint, blocks_per_seq, blueprint, with_blocks
 from jaxserve.runner.kv_scales import SAMPLE_TEXT
 from jaxserve.runner.memory import num_kv_blocks, shard_bytes, working_bytes
 from jaxserve.runner.model_runner import ModelRunner
@@ -127,20 +127,24 @@ def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, j
                 tokenizer: Tokenizer | None, executables: Executables | None = None) -> Engine:
     """An engine for parameters that are on the mesh already."""
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len, "config is not resolved"
-    steps = blueprint(model, config, mesh)
-    num_blocks = num_kv_blocks(
-        config, steps.cache, mesh.devices.flat[0], tensor_parallel_size=mesh.shape[TENSOR],
-        weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps))
-    scheduler = Scheduler(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs,
-                          max_num_batched_tokens=config.max_num_batched_tokens,
+    steps = _with_cache(blueprint(model, config, mesh))
+    scheduler = Scheduler(num_blocks=steps.cache.num_blocks, block_size=config.block_size,
+                          max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                           max_blocks_per_seq=blocks_per_seq(config),
                           enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
                           priority_weights=config.priority_weights)
-    runner = ModelRunner(with_blocks(steps, num_blocks), params, scheduler.block_tables, executables)
+    runner = ModelRunner(steps, params, scheduler.block_tables, executables)
     if steps.cache.has_scales:
         runner.set_kv_scales(_sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling,
                   max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s)
+
+
+def _with_cache(steps: Blueprint) -> Blueprint:
+    """With as many KV blocks as the options ask for, or as the memory holds."""
+    return with_blocks(steps, num_kv_blocks(
+        steps.config, steps.cache, steps.mesh.devices.flat[0], tensor_parallel_size=steps.mesh.shape[TENSOR],
+        weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps)))
 
 
 def _sample_tokens(tokenizer: Tokenizer | None, vocab_size: int, most: int) -> list[int]:
@@ -156,9 +160,11 @@ def _with_executables(config: EngineConfig, model: ModelConfig,
     platform = mesh.devices.flat[0].platform
     if config.executables is not None:
         executables = Executables(config.executables)
-        as_there = executables.take_over(config).resolve(model, platform)
-        assert as_there.num_gpu_blocks_override
-        why_not = executables.why_not(blueprint(model, as_there, mesh, num_blocks=as_there.num_gpu_blocks_override))
+        try:
+            as_there = executables.take_over(config).resolve(model, platform)
+            why_not = executables.why_not(_with_cache(blueprint(model, as_there, mesh)))
+        except InvalidInputError as error:
+            why_not = f"with its options {error}"
         if why_not is None:
             return as_there, executables
         logger.warning("executables in %s are not used, steps are compiled as usual: %s", executables.folder, why_not)

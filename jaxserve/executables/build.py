@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, as_completed
@@ -14,6 +16,8 @@ from typing import Any
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import CompilerError, ExecutablesError
 from jaxserve.executables.manifest import MANIFEST, Entry, Manifest, differences, read_manifest, sha256_of
+
+logger = logging.getLogger(__name__)
 
 LOCAL = "local"
 """The target that is this machine's own devices; "cpu" is its processor."""
@@ -56,21 +60,40 @@ def build_executables(job: Job, folder: Path, *, on_start: Callable[[int, int], 
     """Compiles what the folder does not have yet; it may be stopped at any time and taken up again.
 
     Args:
-      folder: new, empty, or of an earlier call.
+      folder: new, empty, or of an earlier call for the same model and kind of device.
       on_start: called with how many programs there are, and how many are there already.
       on_done: called with each program that has been written.
 
     Raises:
-      ExecutablesError: the folder holds something else.
+      ExecutablesError: the folder holds something else, or cannot be written.
       CompilerError: XLA refuses a program, or its compiler is not installed.
     """
+    try:
+        return _build(job, folder, on_start, on_done)
+    except OSError as error:
+        raise ExecutablesError(f"out={str(folder)!r}: {error.strerror or error}") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ExecutablesError unless executables may be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_foreign = not (folder / MANIFEST).exists() and any(folder.iterdir())
+    except OSError as error:
+        raise ExecutablesError(f"out={str(folder)!r}: {error.strerror or error}") from error
+    if is_foreign:
+        raise ExecutablesError(f"out={str(folder)!r}: must be new, empty, or a folder that jaxserve compile wrote")
+
+
+def _build(job: Job, folder: Path, on_start: Callable[[int, int], None],
+           on_done: Callable[[str, Entry], None]) -> Manifest:
     from loky import ProcessPoolExecutor  # its processes do not import the caller's __main__
 
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
     with ProcessPoolExecutor(job.num_workers, env=job.environment) as pool:
         try:
             made_for = pool.submit(describe, job).result()
-            manifest = _earlier(folder, made_for)
+            manifest = _earlier(folder, made_for, dict(job.compiler_options))
             names = made_for["buckets"]
             missing = [name for name in names if name not in manifest.programs]
             on_start(len(names), len(names) - len(missing))
@@ -89,14 +112,16 @@ def build_executables(job: Job, folder: Path, *, on_start: Callable[[int, int], 
             raise
     manifest.programs = {name: manifest.programs[name] for name in names}
     manifest.write(folder)
+    _remove_others(folder, names)
     return manifest
 
 
 def describe(job: Job) -> dict[str, Any]:
     """The fingerprint of the job's programs. Runs in a worker."""
     from jaxserve.executables.load import fingerprint_of
+    from jaxserve.targets import TARGETS, get_target
 
-    return fingerprint_of(_blueprint(job))
+    return fingerprint_of(_blueprint(job), get_target(job.target).device_name if job.target in TARGETS else None)
 
 
 def compile_program(job: Job, name: str, folder: Path) -> Entry:
@@ -147,18 +172,32 @@ def _blueprint(job: Job) -> Any:
     return blueprint(job.model, job.config, mesh, job.num_blocks)
 
 
-def _earlier(folder: Path, made_for: dict[str, Any]) -> Manifest:
+def _earlier(folder: Path, made_for: dict[str, Any], compiler_options: dict[str, Any]) -> Manifest:
     """What the folder has already of the same programs."""
+    fresh = Manifest(made_for, compiler_options=compiler_options)
     if not (folder / MANIFEST).exists():
-        if any(folder.iterdir()):
-            raise ExecutablesError(f"out={str(folder)!r}: must be new, empty, or a folder that jaxserve compile wrote")
-        return Manifest(made_for)
+        return fresh
     earlier = read_manifest(folder)
-    if differences(earlier.fingerprint, made_for):
-        return Manifest(made_for)
+    found = differences(earlier.fingerprint, made_for)
+    if any(earlier.fingerprint.get(part) != made_for[part] for part in ("model", "target", "mesh")):
+        raise ExecutablesError(f"out={str(folder)!r}: holds programs for something else ({'; '.join(found)}); take "
+                               "another folder, or remove it")
+    if earlier.compiler_options != compiler_options:
+        found.append("other options of the compiler")
+    if found:
+        logger.warning("all programs in %s are made anew: %s", folder, "; ".join(found))
+        return fresh
     kept = {name: entry for name, entry in earlier.programs.items()
             if name in made_for["buckets"] and _is_whole(folder / f"{name}.executable", entry)}
     return replace(earlier, fingerprint=made_for, programs=kept)
+
+
+def _remove_others(folder: Path, names: list[str]) -> None:
+    """Programs of other options, and what a killed process left half written."""
+    wanted = {MANIFEST, *(f"{name}.executable" for name in names)}
+    for file in folder.iterdir():
+        if file.name not in wanted and file.is_file() and re.fullmatch(r"(decode|mixed)-\d+\.\w+", file.name):
+            file.unlink()
 
 
 def _is_whole(file: Path, entry: Entry) -> bool:

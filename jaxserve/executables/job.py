@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from jaxserve.planning.known import read_model
 from jaxserve.planning.planner import plan_of
 from jaxserve.runner.capacity import num_blocks_in
 from jaxserve.targets.target import TARGETS
+
+logger = logging.getLogger(__name__)
 
 _SLACK = 0.02
 """Share of a card's memory that is left free: cards of a kind differ a little in what they report."""
@@ -39,6 +42,8 @@ def make_job(model: str | Path | None, *, target: str, quantization: str | None 
 
         model = packaged_smollm2()
     read = read_model(model, quantization)
+    if read.quantization is not None:
+        logger.warning("the engine does not load 4-bit or fp8 checkpoints yet: nothing can use these programs")
     config = EngineConfig(mesh=MeshConfig(tensor=tensor_parallel_size), **options)
     platform = _platform(target)
     config = config.resolve(read, platform)
@@ -73,8 +78,8 @@ def _num_blocks(model: ModelConfig, config: EngineConfig, target: str, platform:
         available = found.cache_room_bytes - int(_SLACK * found.target.memory_bytes)
         num_blocks = num_blocks_in(available, found.step.block, config)
     if num_blocks < 2:
-        raise OutOfMemoryError(f"no room for a KV cache on {target}: {available} bytes are left; jaxserve plan says "
-                               "what would help")
+        advice = "; jaxserve plan says what would help" if target in TARGETS else ""
+        raise OutOfMemoryError(f"no room for a KV cache on {target}: {available} bytes are left{advice}")
     return num_blocks
 
 

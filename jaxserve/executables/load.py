@@ -16,6 +16,7 @@ from jaxserve.errors import ExecutablesError
 from jaxserve.executables.manifest import Manifest, differences, fingerprint, read_manifest, sha256_of
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.memory import shard_bytes
 from jaxserve.runner.sharding import TENSOR
 from pallas_kernels.dispatch import target_of
 
@@ -39,22 +40,36 @@ class Executables:
         self.manifest: Manifest = read_manifest(self.folder)
 
     def take_over(self, config: EngineConfig) -> EngineConfig:
-        """The options with those that nobody gave as they were when the programs were compiled."""
+        """The options with those that nobody gave as they were when the programs were compiled.
+
+        Raises:
+          InvalidInputError: together they are impossible.
+        """
         there = self.manifest.options
         given: dict[str, Any] = {name: there.get(name) for name in _TAKEN_OVER if getattr(config, name) is None}
         given |= {name: there[name] for name in ("dtype", "kv_cache_dtype")
                   if getattr(config, name) == "auto" and name in there}
         if config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None:
-            given["num_gpu_blocks_override"] = there.get("num_blocks")
+            given["num_gpu_blocks_override"] = there["num_blocks"]
         return replace(config, **given)
 
     def why_not(self, blueprint: Blueprint) -> str | None:
         """What differs between the engine that the programs were compiled for and this one; None if nothing does."""
-        found = differences(self.manifest.fingerprint, fingerprint_of(blueprint))
+        if found := differences(self.manifest.fingerprint, fingerprint_of(blueprint)):
+            return "; ".join(found)
         missing = [bucket.name for bucket in blueprint.buckets.all() if bucket.name not in self.manifest.programs]
-        if not found and missing:
-            found = [f"not compiled yet: {', '.join(missing)}"]
-        return "; ".join(found) or None
+        if missing:
+            return f"not compiled yet: {', '.join(missing)}"
+        return self._lacks_memory(blueprint)
+
+    def _lacks_memory(self, blueprint: Blueprint) -> str | None:
+        device = blueprint.mesh.devices.flat[0]
+        if device.platform == "cpu":
+            return None
+        needed = shard_bytes((blueprint.leaves, blueprint.state))
+        needed += max(entry.temp_bytes for entry in self.manifest.programs.values())
+        pool = device.memory_stats()["bytes_limit"]
+        return f"they need {needed} bytes of the device, JAX may use {pool}" if needed > pool else None
 
     def load(self, bucket: Bucket, blueprint: Blueprint) -> jax.stages.Compiled:
         """A program, ready to run on the blueprint's mesh.
@@ -73,27 +88,36 @@ class Executables:
         devices: Any = list(blueprint.mesh.devices.flat)
         in_tree, out_tree = blueprint.trees(bucket)
         try:
-            return serialize_executable.deserialize_and_load(content, in_tree, out_tree, backend=devices[0].client,
-                                                             execution_devices=devices)
+            program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, backend=devices[0].client,
+                                                                execution_devices=devices)
         except Exception as error:  # XLA's, pickle's: all mean that it cannot run here
             raise ExecutablesError(f"{file}: cannot be loaded ({error})") from error
+        if _shapes(program.args_info) != _shapes((blueprint.arguments(bucket), {})):
+            raise ExecutablesError(f"{file}: is not the program {bucket.name}")
+        return program
+
+
+def _shapes(arguments: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(arguments)]
 
 
 def file_name(bucket: Bucket) -> str:
     return f"{bucket.name}.executable"
 
 
-def fingerprint_of(blueprint: Blueprint) -> dict[str, Any]:
+def fingerprint_of(blueprint: Blueprint, device_name: str | None = None) -> dict[str, Any]:
+    """Of a blueprint's programs. `device_name`: of a card that is not there; else the mesh knows it."""
+    device = blueprint.mesh.devices.flat[0]
     return fingerprint(
         blueprint.model, blueprint.config, num_blocks=blueprint.cache.num_blocks,
-        tensor_parallel_size=blueprint.mesh.shape[TENSOR], target=device_kind(blueprint.mesh.devices.flat[0]),
+        tensor_parallel_size=blueprint.mesh.shape[TENSOR], target=_kind(device, device_name or device.device_kind),
         buckets=[bucket.name for bucket in blueprint.buckets.all()])
 
 
-def device_kind(device: jax.Device) -> dict[str, Any]:
-    """What a program's device must be: its architecture and size; a CPU's instructions."""
+def _kind(device: jax.Device, name: str) -> dict[str, Any]:
+    """What a program's device must be: the same card; a CPU with the same instructions."""
     if device.platform == "cpu":
         return {"platform": "cpu", "processor": processor_fingerprint()}
     target = target_of(device)
-    return {"platform": target.platform, "compute_capability": list(target.capability or ()),
+    return {"platform": target.platform, "device": name, "compute_capability": list(target.capability or ()),
             "multiprocessors": target.num_cores}

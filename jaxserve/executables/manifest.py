@@ -41,10 +41,12 @@ class Manifest:
     Attributes:
       fingerprint: see the function of that name.
       programs: by the bucket's name.
+      compiler_options: of XLA, if any were given.
     """
 
     fingerprint: dict[str, Any]
     programs: dict[str, Entry] = field(default_factory=dict)
+    compiler_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,11 +74,26 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"its format is not {_FORMAT}")
         entries = {str(name): Entry(**entry) for name, entry in found.pop("programs").items()}
         manifest = Manifest(programs=entries, **found)
-        if not isinstance(manifest.options, dict):
-            raise ValueError("its options are no object")
+        _check(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ExecutablesError(f"executables={str(folder)!r}: its {MANIFEST} cannot be read ({error!r})") from error
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises ValueError unless all that the loader uses is of its type."""
+    parts = manifest.fingerprint
+    wrong = [name for name in ("model", "mesh", "target", "versions", "sources")
+             if not isinstance(parts.get(name, {}), dict)]
+    if not isinstance(parts.get("buckets", []), list):
+        wrong.append("buckets")
+    if not isinstance(manifest.options, dict) or not isinstance(manifest.options.get("num_blocks"), int):
+        wrong.append("options")
+    for entry in manifest.programs.values():
+        if not all(isinstance(number, int) for number in (entry.num_bytes, entry.temp_bytes)):
+            wrong.append("programs")
+    if wrong:
+        raise ValueError(f"not what compile writes: {', '.join(wrong)}")
 
 
 def fingerprint(model: ModelConfig, config: EngineConfig, *, num_blocks: int, tensor_parallel_size: int,
@@ -97,13 +114,15 @@ def fingerprint(model: ModelConfig, config: EngineConfig, *, num_blocks: int, te
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """In words, what of two fingerprints is not the same; the first is a manifest's."""
+    platforms = [(side.get("target") or {}).get("platform") for side in (there, here)]
+    if platforms[0] != platforms[1]:
+        return [f"they are for the platform {platforms[0]!r}, this is {platforms[1]!r}"]
     found = []
     for part, now in here.items():
         then = there.get(part)
         if part == "buckets":
-            missing = [name for name in now if name not in (then or [])]
-            found += [f"no program for {', '.join(missing)}"] if missing else []
-        elif not isinstance(then, dict):
+            continue
+        if not isinstance(then, dict):
             found.append(f"the manifest has no {part}")
         elif part == "sources":
             changed = sorted(file for file in then.keys() | now.keys() if then.get(file) != now.get(file))
@@ -111,7 +130,12 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
                       ] if changed else []
         else:
             found += [f"{name} is {then.get(name)!r} there, {now.get(name)!r} here"
-                      for name in {**then, **now} if then.get(name) != now.get(name)]
+                      for name in {**then, **now} if then.get(name) != now.get(name) and name != "layer_windows"]
+            if not found and then.get("layer_windows") != now.get("layer_windows"):
+                found.append("the layers' windows differ")
+    missing = [name for name in here["buckets"] if name not in (there.get("buckets") or [])]
+    if missing and not found:
+        found.append(f"no program for {', '.join(missing)}")
     return found
 
 

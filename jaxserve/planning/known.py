@@ -71,16 +71,19 @@ def _hf_config(model: str) -> dict[str, Any]:
     return open_source(path).hf_config
 
 
-def _described(config: dict[str, Any]) -> QuantizationConfig:
+def _described(config: Any) -> QuantizationConfig:
     """What a checkpoint's quantization_config says of its weights."""
+    if not isinstance(config, dict):
+        raise InvalidInputError("quantization_config", config, "an object")
     method = config.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
         return QuantizationConfig(kind="fp8")
     bits, group_size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     symmetric = method == "gptq" and config.get("sym", True)
     if method == "compressed-tensors":
-        groups = list((config.get("config_groups") or {}).values())
-        weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
+        groups = config.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        weights = groups[0].get("weights") or {} if len(groups) == 1 and isinstance(groups[0], dict) else {}
         if (weights.get("num_bits"), weights.get("type")) == (8, "float"):
             return QuantizationConfig(kind="fp8")
         bits, group_size, symmetric = weights.get("num_bits"), weights.get("group_size"), weights.get("symmetric", True)

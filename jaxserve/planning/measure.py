@@ -12,10 +12,13 @@ from pathlib import Path
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import InvalidInputError, OutOfMemoryError
-from jaxserve.fingerprint import compiler_versions, digest, step_sources
+from jaxserve.fingerprint import compiler_versions, digest, sources, step_sources
 
 WORKER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
 """Of processes that compile for GPUs: JAX's CUDA plugin would look for some otherwise."""
+
+
+_MEASURING = ("jaxserve/planning/measure.py", "jaxserve/targets")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Request:
         """The same for everything that would be measured the same."""
         options = {**asdict(self.config), "mesh": self.tensor_parallel_size}
         model = {**asdict(self.model), "hf_config": None}
-        return digest([model, options, self.target, _target_text(self.target), step_sources(), compiler_versions()])
+        return digest([model, options, self.target, _target_text(self.target), step_sources(), sources(_MEASURING),
+                       compiler_versions()])
 
 
 @dataclass(frozen=True)

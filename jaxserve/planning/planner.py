@@ -87,17 +87,23 @@ class Plan:
     def largest_batch(self, context: int) -> int:
         """Sequences of `context` tokens each that the cache holds and the engine would run."""
         assert self.config.max_num_seqs
-        blocks = blocks_of(context, self.config.block_size)
+        blocks = blocks_of(_positive("context", context), self.config.block_size)
         return min(max(self.num_blocks - 1, 0) // blocks, self.config.max_num_seqs)
 
     def decode_tokens_per_s(self, context: int, batch: int) -> float:
         """At most, over the whole batch (a roofline)."""
-        return batch / self.roofline.decode(context, batch).seconds
+        return batch / self.roofline.decode(_positive("context", context), _positive("batch", batch)).seconds
 
     def time_to_first_token(self, prompt: int = PROMPT_TOKENS) -> Bound:
-        """At least, of one prompt that runs alone (a roofline)."""
+        """At least, of one prompt that runs alone (a roofline). Prompts end at max_model_len."""
         assert self.config.max_num_batched_tokens
+        prompt = min(_positive("prompt", prompt), self.max_model_len)
         return self.roofline.prefill(prompt, self.config.max_num_batched_tokens)
+
+    @property
+    def is_servable(self) -> bool:
+        """Whether the engine can load such weights; checkpoints with quantised ones are only planned for, so far."""
+        return self.model.quantization is None
 
     @property
     def contexts(self) -> list[int]:
@@ -121,18 +127,19 @@ class Plan:
              "limit": self.roofline.decode(context, batch).limit}
             for batch in self.batches if batch <= self.largest_batch(context)]} for context in self.contexts]
         quantization = asdict(self.model.quantization) if self.model.quantization else None
+        first = self.time_to_first_token()
         return {
             "architecture": self.model.architecture, "quantization": quantization, "target": self.target.name,
             "device_name": self.target.device_name, "tensor_parallel_size": self.tensor_parallel_size,
-            "config": config, "fits": self.fits, "missing_bytes": self.missing_bytes,
+            "config": config, "servable": self.is_servable, "fits": self.fits, "missing_bytes": self.missing_bytes,
             "bytes_per_device": {
                 "memory": self.target.memory_bytes, "usable": self.usable_bytes, "weights": self.step.weights,
                 "sampler_rows": self.step.state, "temporaries": self.step.temporaries, "cache": self.cache_bytes,
                 "block": self.step.block},
             "num_blocks": self.num_blocks, "num_tokens": self.num_tokens, "longest_context": self.longest_context,
             "batches": table, "compile_s": self.step.compile_s,
-            "time_to_first_token": {"prompt": PROMPT_TOKENS, "s_bound": self.time_to_first_token().seconds,
-                                    "limit": self.time_to_first_token().limit},
+            "time_to_first_token": {"prompt": min(PROMPT_TOKENS, self.max_model_len), "s_bound": first.seconds,
+                                    "limit": first.limit},
         }
 
 
@@ -260,6 +267,12 @@ def _changes(short: Plan) -> Iterator[tuple[str, Request]]:
             yield f"--tensor-parallel-size {ranks}", replace(same, tensor_parallel_size=ranks)
 
 
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise InvalidInputError(name, value, "at least 1 token" if name != "batch" else "at least 1 sequence")
+    return value
+
+
 def _divides(model: ModelConfig, ranks: int) -> bool:
     try:
         check_divisible(model, ranks)
@@ -280,9 +293,9 @@ def _config(**options: Any) -> EngineConfig:
 def _request(model: ModelConfig, target: str, ranks: int, config: EngineConfig) -> Request:
     name = str(target).lower()
     if name not in TARGETS:
-        raise InvalidInputError("target", target, f"one of {', '.join(TARGETS)}")
-    if not isinstance(ranks, int) or ranks < 1 or (ranks > 8 and ranks % 8):
-        raise InvalidInputError("tensor_parallel_size", ranks, "an integer from 1 to 8, or a multiple of 8")
+        raise InvalidInputError("target", target, f"one of {', '.join(TARGETS)} (all of them: plan_all)")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= 8:
+        raise InvalidInputError("tensor_parallel_size", ranks, "an integer from 1 to 8, the cards of one host")
     check_divisible(model, ranks)
     return Request(model, config.resolve(model, "gpu"), name, ranks)
 

@@ -33,7 +33,7 @@ class Roofline:
 
     def decode(self, context: int, batch: int) -> Bound:
         """A step of `batch` sequences of `context` tokens each, one new token a sequence."""
-        return self._bound(batch, batch, self._kv_bytes(context) * batch, self._seen(context) * batch)
+        return self.bound(batch, batch, self._kv_bytes(context) * batch, self._seen(context) * batch)
 
     def prefill(self, prompt: int, chunk: int) -> Bound:
         """The steps of one prompt, `chunk` tokens at a time, up to its first output token."""
@@ -43,12 +43,13 @@ class Roofline:
             rows = min(chunk, prompt - done)
             first, last = self._seen(done + 1), self._seen(done + rows)
             is_last = done + rows == prompt
-            steps.append(self._bound(rows, int(is_last), self._kv_bytes(done + rows), rows * (first + last) / 2))
+            steps.append(self.bound(rows, int(is_last), self._kv_bytes(done + rows), rows * (first + last) / 2))
             done += rows
         return Bound(sum(step.seconds for step in steps), max(steps, key=lambda step: step.seconds).limit)
 
-    def _bound(self, rows: int, sampled: int, kv_bytes: float, seen: float) -> Bound:
-        """
+    def bound(self, rows: int, sampled: int, kv_bytes: float, seen: float) -> Bound:
+        """Of any step.
+
         Args:
           rows: tokens that go through the layers; sampled: those that go through the output head.
           kv_bytes: read of the cache, per device.
@@ -64,8 +65,9 @@ class Roofline:
         seconds = {
             "memory": (self.step.read_weights + kv_bytes) / self.target.bandwidth_bytes_per_s,
             "compute": (2 * rows * projections / peak + slow / self.target.bf16_flops) / ranks,
-            # Two all-reduces a layer; a ring sends and receives 2 (n - 1) / n of the 2-byte rows.
-            "links": 2 * model.num_layers * 2 * (ranks - 1) / ranks * rows * hidden * 2
+            # Two all-reduces a layer of 2-byte rows. A card must receive (n - 1) / n of each at least, as where the
+            # switch adds; a ring needs twice that.
+            "links": 2 * model.num_layers * (ranks - 1) / ranks * rows * hidden * 2
             / (self.target.link_bytes_per_s / 2),
         }
         limit = max(seconds, key=seconds.__getitem__)

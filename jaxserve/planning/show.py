@@ -16,6 +16,7 @@ _PARTS = (("weights", "blue"), ("sampler's rows", "magenta"), ("temporaries", "y
           ("unused", "bright_black"))
 _SHADES = "█▓▒░·"
 _PLAIN: dict[str, Any] = dict(title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+_NOT_LOADED = "[dim]Planned only, so far: the engine does not load 4-bit or fp8 checkpoints yet.[/]"
 _BAR = 10
 """Cells of a card's memory in the ranking."""
 
@@ -34,13 +35,18 @@ def show_plan(plan: Plan, name: str, remedies: Sequence[Remedy], console: Consol
         first = plan.time_to_first_token()
         console.print()
         console.print(_batches(plan))
+        prompt = min(PROMPT_TOKENS, plan.max_model_len)
         console.print(f"[dim]Roofline: no program can be faster; reached are shares of it. First token of a prompt of "
-                      f"{PROMPT_TOKENS:,} tokens: {_ms(first.seconds)} or more ({first.limit}). Marks: c compute, "
-                      f"l links between cards, else memory.[/]")
+                      f"{prompt:,} tokens: {_ms(first.seconds)} or more ({first.limit}). Marks: c compute, l links "
+                      f"between cards, else memory.[/]")
+    if not plan.is_servable:
+        console.print(_NOT_LOADED)
     if not plan.fits:
         console.print()
         console.print(_remedies(remedies) if remedies else "Nothing tried makes it fit: fewer tokens, int8 cache, fp8 "
                       "or int4 weights, up to 8 cards.")
+        if plan.is_servable and any(not remedy.plan.is_servable for remedy in remedies):
+            console.print(_NOT_LOADED)
 
 
 def show_ranking(plans: Sequence[Plan | Refused], name: str, console: Console) -> None:
@@ -64,6 +70,8 @@ def show_ranking(plans: Sequence[Plan | Refused], name: str, console: Console) -
         table.add_row(plan.target.name, verdict, _bar(plan, _BAR), f"{plan.num_tokens:,}", f"{plan.longest_context:,}",
                       str(batch), *speeds)
     console.print(table)
+    if not shown.is_servable:
+        console.print(_NOT_LOADED)
     console.print(f"[dim]batch: sequences of {context:,} tokens that fit; tokens/s of that batch and of one sequence, "
                   f"first token of a prompt of {PROMPT_TOKENS:,}: rooflines, no program can be faster. {_legend()}[/]")
 

@@ -37,8 +37,8 @@ class Bucket:
 
 
 FEWEST_SEQS = {"gpu": 8}
-"""Sequences of any step, padding included. XLA:GPU pads fewer rows to 8 for cuBLAS itself, with kernels of their own (6
-more a layer), and for one row widens the whole output head to float32."""
+"""Sequences, and tokens, of any step, padding included. XLA:GPU pads fewer rows to 8 for cuBLAS itself, with kernels of
+their own (6 more a layer), and for one row widens the whole output head to float32."""
 
 
 class Buckets:
@@ -54,7 +54,7 @@ class Buckets:
             num_seqs = min(max_num_seqs, num_tokens)
             # Every chunk may end in a tile that is not full.
             num_tiles = -(-num_tokens // query_tile) + num_seqs
-            self.mixed.append(Bucket(num_tokens, max(num_seqs, fewest), num_tiles))
+            self.mixed.append(Bucket(max(num_tokens, fewest), max(num_seqs, fewest), num_tiles))
 
     def all(self) -> list[Bucket]:
         return self.decode + self.mixed

@@ -227,7 +227,7 @@ class Scheduler:
     def _victim(self, plan: StepPlan) -> Request | None:
         """The last running request, unless it is part of this very step already."""
         victim = max(self.running, key=self.waiting.place)
-        planned = any(victim is request for request in plan.rows())
+        planned = victim in plan.decodes or any(chunk.request is victim for chunk in plan.chunks)
         return None if planned else victim
 
     def _preempt(self, victim: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,28 @@ def test_only_what_is_missing_or_damaged_is_compiled_again(copied: Path, tiny_fo
     assert sorted(read_manifest(copied).programs) == PROGRAMS
 
 
-def test_other_options_compile_all_of_it_again(copied: Path, tiny_folder: Path) -> None:
-    assert build(copied, tiny_folder, max_model_len=32) == PROGRAMS
+def test_other_options_compile_all_of_it_again(copied: Path, tiny_folder: Path, caplog) -> None:
+    (copied / "decode-2.99999").touch()  # of a process that was killed
+    assert build(copied, tiny_folder, max_model_len=32, max_num_seqs=1) == ["decode-1", "mixed-16"]
     assert read_manifest(copied).options["max_model_len"] == 32
+    assert "made anew: max_model_len is 64 there, 32 here; max_num_seqs is 2 there, 1 here" in caplog.text
+    assert sorted(file.name for file in copied.iterdir()) == ["decode-1.executable", MANIFEST, "mixed-16.executable"]
+
+
+def test_programs_of_another_model_are_not_written_over(copied: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = (copied / MANIFEST).read_text()
+    with pytest.raises(ExecutablesError, match=r"holds programs for something else.*rms_norm_eps is"):
+        build(copied, tmp_path)
+    assert (copied / MANIFEST).read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(ExecutablesError, match=re.escape(f"out='{folder}'")):
+            build(folder, tiny_folder)
 
 
 def test_a_stopped_compile_keeps_what_it_has(copied: Path, tiny_folder: Path) -> None:
@@ -102,5 +122,5 @@ def test_the_command_says_what_it_made(run: Callable[..., Any], tiny_folder: Pat
     assert result.stdout.startswith("2 programs for h200, ")
     manifest = json.loads((tmp_path / "h200" / MANIFEST).read_text())
     assert manifest["fingerprint"]["target"] == {
-        "platform": "gpu", "compute_capability": [9, 0], "multiprocessors": 132}
+        "platform": "gpu", "device": "NVIDIA H200", "compute_capability": [9, 0], "multiprocessors": 132}
     assert sorted(manifest["programs"]) == ["decode-8", "mixed-16"]

@@ -60,7 +60,7 @@ def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expect
     assert tokens == expected and loaded
     config = llm._serving.config
     assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (64, 2, 16)
-    assert llm._engine.scheduler.pool.num_blocks == 50
+    assert llm._engine.scheduler.pool.num_blocks == 33
 
 
 
@@ -122,10 +122,14 @@ def in_fingerprint(part: str, **values: Any) -> Callable[[Path], None]:
     (None, {"max_num_seqs": 4}, "max_num_seqs is 2 there, 4 here"),
     (None, {"max_num_batched_tokens": 32}, "max_num_batched_tokens is 16 there, 32 here"),
     (None, {"block_size": 8}, "block_size is 4 there, 8 here"),
-    (None, {"num_gpu_blocks_override": 51}, "num_blocks is 50 there, 51 here"),
+    (None, {"num_gpu_blocks_override": 34}, "num_blocks is 33 there, 34 here"),
     (None, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'auto' there, 'fp8' here"),
     (in_fingerprint("versions", jax="0.4.1"), {}, "jax is '0.4.1' there, "),
-    (in_fingerprint("target", platform="gpu"), {}, "platform is 'gpu' there, 'cpu' here"),
+    (in_fingerprint("target", platform="gpu"), {}, "they are for the platform 'gpu', this is 'cpu'"),
+    (in_fingerprint("target", processor="x"), {}, "processor is 'x' there, "),
+    (None, {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10_000}, "num_blocks is 33 there, "),
+    (None, {"max_num_seqs": 64, "max_num_batched_tokens": None}, "with its options max_num_batched_tokens=16 is not"),
+    (in_fingerprint("options", dtype="nope"), {"dtype": "auto"}, "with its options dtype='nope' is not allowed"),
     (in_fingerprint("mesh", tensor=2), {}, "tensor is 2 there, 1 here"),
     (in_fingerprint("model", num_layers=7), {}, "num_layers is 7 there, 2 here"),
     (in_fingerprint("sources", **{"jaxserve/runner/step.py": "0"}), {}, "changed since: jaxserve/runner/step.py"),
@@ -143,6 +147,26 @@ def test_what_differs_is_said_in_one_line(change, options, said, tiny_folder, co
     assert said in line and str(copied) in line and "\n" not in line
 
 
+def test_the_same_memory_is_the_same_number_of_blocks(tiny_folder: Path, compiled: Path, loaded) -> None:
+    """33 blocks, asked for in bytes."""
+    with LLM(str(tiny_folder), skip_tokenizer_init=True, **OPTIONS) as llm:
+        spec = llm._engine.runner.blueprint.cache
+    memory = OPTIONS | dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=spec.num_bytes)
+    run(tiny_folder, **memory, executables=str(compiled))
+    assert len(loaded) == 3
+
+
+def test_a_program_under_another_name_is_not_run(tiny_folder: Path, copied: Path, expected, caplog) -> None:
+    """Files and entries swapped: digests agree, shapes do not."""
+    swap(copied)
+    manifest = json.loads((copied / MANIFEST).read_text())
+    entries = manifest["programs"]
+    entries["decode-1"], entries["decode-2"] = entries["decode-2"], entries["decode-1"]
+    (copied / MANIFEST).write_text(json.dumps(manifest))
+    tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
+    assert tokens == expected and "is not the program decode-" in caplog.text
+
+
 def test_a_folder_without_a_manifest_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ExecutablesError, match="no manifest"):
         run(tiny_folder, executables=str(tmp_path))
@@ -152,7 +176,10 @@ def test_a_folder_without_a_manifest_is_an_error(tiny_folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("content", ["{ torn", "[]", "{}", '{"format": 99, "programs": {}, "fingerprint": {}}',
                                      '{"format": 1, "programs": {"a": {}}, "fingerprint": {"options": {}}}',
-                                     '{"format": 1, "programs": {}, "fingerprint": {"options": 3}}'])
+                                     '{"format": 1, "programs": {}, "fingerprint": {"options": 3}}',
+                                     '{"format": 1, "programs": {}, "fingerprint": {"options": {"num_blocks": null}}}',
+                                     '{"format": 1, "programs": {}, "fingerprint": {"buckets": 5, "options": '
+                                     '{"num_blocks": 9}}}'])
 def test_a_broken_manifest_is_an_error(content: str, tiny_folder: Path, copied: Path) -> None:
     (copied / MANIFEST).write_text(content)
     with pytest.raises(ExecutablesError, match="cannot be read"):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from jaxserve.planning.known import read_model
+from jaxserve.planning.measure import StepBytes
 from jaxserve.planning.planner import Plan
+from jaxserve.planning.roofline import Roofline
+from jaxserve.targets.target import get_target
 
 
 def test_one_sequence_is_bound_by_reading_the_weights(plans: dict[str, Plan]) -> None:
@@ -36,10 +42,14 @@ def test_cards_share_the_work_and_exchange_rows(plans: dict[str, Plan]) -> None:
     plan = plans["70B on 4"]
     weights = 2 * (70_553_706_496 - 128_256 * 8192) / 4
     assert plan.roofline.decode(1024, 1).seconds == pytest.approx(weights / 3.35e12, rel=0.02)
-    rows = 2 * 80 * (2 * 3 / 4) * 8192 * 8192 * 2  # bytes that a card sends: two all-reduces a layer
-    links = plan.roofline.prefill(8192, 8192)
-    computed = 2 * 8192 * 68.45e9 / 4 / 989.4e12
-    assert links.seconds == pytest.approx(max(rows / 450e9, computed), rel=0.1)
+    rows = 2 * 80 * (3 / 4) * 8192 * 8192 * 2  # bytes that a card receives: two all-reduces a layer
+    computed = (2 * 8192 * 68.45e9 + 4 * 8192 * 80 * 8192 * 8193 / 2) / 4 / 989.4e12
+    prefill = plan.roofline.prefill(8192, 8192)
+    assert (prefill.limit, prefill.seconds) == ("compute", pytest.approx(computed, rel=0.02))
+    assert rows / 450e9 < computed
+    over_pcie = replace(get_target("h100"), link_bytes_per_s=64e9)
+    narrow = Roofline(plan.model, over_pcie, 4, 16, plan.step).prefill(8192, 8192)
+    assert (narrow.limit, narrow.seconds) == ("links", pytest.approx(rows / 32e9, rel=0.001))
 
 
 def test_fp8_products_run_at_fp8_speed(plans: dict[str, Plan]) -> None:
@@ -50,13 +60,6 @@ def test_fp8_products_run_at_fp8_speed(plans: dict[str, Plan]) -> None:
 
 
 def test_a_window_bounds_what_is_read() -> None:
-    from dataclasses import replace
-
-    from jaxserve.planning.known import read_model
-    from jaxserve.planning.measure import StepBytes
-    from jaxserve.planning.roofline import Roofline
-    from jaxserve.targets.target import get_target
-
     model = read_model("mistral-7b")
     step = StepBytes(weights=0, read_weights=0, block=2 * 32 * 16 * 8 * 128 * 2, state=0, temporaries=0, compile_s=0)
     windowed = replace(model, layer_windows=(4096,) * 32)

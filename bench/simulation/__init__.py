@@ -1,0 +1,1 @@
+"""The real Scheduler and BlockPool in virtual time: see `bench.simulate`."""
