@@ -35,7 +35,7 @@ def int4_matmul(
         x: [T, K] float32, bfloat16 or float16. For a weight whose features were reordered (act-order), x must be too:
             see repack.Repacked.
         weight: packed [ceil(K / 128), N, 16] int32 and its scales and zero-points.
-        bias: [N], any float dtype, or None.
+        bias: [N] float32, bfloat16 or float16, or None.
         backend: a name, or None for the device's best.
         device: what the program is compiled for (a topology's device too); None is JAX's default device.
 
@@ -52,15 +52,22 @@ def int4_matmul(
     num_blocks, num_outputs, _ = weight.packed.shape
     if -(-x.shape[1] // BLOCK) != num_blocks:
         raise ValueError(
-            f"x {x.shape}: K must be {(num_blocks - 1) * BLOCK + 1} to {num_blocks * BLOCK}, by packed "
+            f"x {x.shape}: K must be {max((num_blocks - 1) * BLOCK + 1, 0)} to {num_blocks * BLOCK}, by packed "
             f"{weight.packed.shape} (one shard's, where input features are sharded)"
         )
-    if bias is not None and (bias.shape != (num_outputs,) or not jnp.issubdtype(bias.dtype, jnp.floating)):
-        raise ValueError(f"bias {bias.shape} {bias.dtype}: must be [{num_outputs}] of a float dtype, or None")
+    if bias is not None and (bias.shape != (num_outputs,) or bias.dtype not in _DTYPES):
+        raise ValueError(
+            f"bias {bias.shape} {bias.dtype}: must be [{num_outputs}] float32, bfloat16 or float16, or None"
+        )
     on_target = partial(triton.int4_matmul, target=target_of(device))
     implementations: dict[str, Callable[..., jax.Array]] = {
         "reference": reference.int4_matmul,
         "triton": on_target,
         "triton_interpret": partial(on_target, interpret=True),
     }
-    return choose_backend("int4_matmul", backend, implementations, device=device)(x, weight, bias)
+    matmul = choose_backend("int4_matmul", backend, implementations, device=device)
+    x, weight, bias = jax.tree.map(jnp.asarray, (x, weight, bias))
+    if not x.size or not num_outputs:  # sums of nothing
+        sums = jnp.zeros((x.shape[0], num_outputs), x.dtype)
+        return sums if bias is None else sums + bias.astype(x.dtype)
+    return matmul(x, weight, bias)

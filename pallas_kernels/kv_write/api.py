@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend
 from pallas_kernels.kv_write import reference, triton
-from pallas_kernels.kv_write.checks import check_caches, check_scales, check_slots
+from pallas_kernels.kv_write.checks import check_caches, check_floats, check_scales, check_slots
 
 _WRITE: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "reference": reference.kv_write,
@@ -37,7 +38,7 @@ def kv_write(
     NaN). Scales are given, not computed.
 
     Args:
-        k, v: [T, K, H], any float dtype; cast to the cache's.
+        k, v: [T, K, H] float32, bfloat16 or float16; cast to the cache's dtype.
         k_cache, v_cache: [B, P, K, H], one layer's caches: float32, bfloat16, float16, float8_e4m3fn or int8.
         slot_mapping: [T] int32, block * P + offset of each token, each in [0, B * P). Real tokens have distinct
             slots. Padding rows point into block 0, which nobody reads, and may share slots.
@@ -56,9 +57,15 @@ def kv_write(
     """
     if k.ndim != 3 or v.shape != k.shape:
         raise ValueError(f"k {k.shape} and v {v.shape}: must both be [T, K, H]")
+    check_floats(k=k, v=v)
     check_caches(k_cache, v_cache, *k.shape[1:])
-    check_slots(slot_mapping, k.shape[0])
+    check_slots(slot_mapping, k.shape[0], k_cache)
     check_scales(k_cache, k_scale, v_scale)
     refusals = {"triton": triton.refusal(k_cache)}
     write = choose_backend("kv_write", backend, _WRITE, device=device, refusals=refusals)
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = jax.tree.map(
+        jnp.asarray, (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    )
+    if not k.size:
+        return k_cache, v_cache
     return write(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)

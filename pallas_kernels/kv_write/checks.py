@@ -3,7 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+
+
+def check_floats(**arrays: jax.Array | None) -> None:
+    for name, array in arrays.items():
+        if array is not None and array.dtype not in FLOATS:
+            raise ValueError(f"{name} {array.dtype}: must be float32, bfloat16 or float16")
 
 
 def check_caches(k_cache: jax.Array, v_cache: jax.Array, num_kv_heads: int, head_dim: int) -> None:
@@ -11,11 +18,13 @@ def check_caches(k_cache: jax.Array, v_cache: jax.Array, num_kv_heads: int, head
         raise ValueError(f"k_cache {k_cache.shape}: must be [B, P, {num_kv_heads}, {head_dim}]")
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
         raise ValueError(f"v_cache {v_cache.shape} {v_cache.dtype}: must be {k_cache.shape} {k_cache.dtype}")
-    if k_cache.dtype not in QUANTISED and not jnp.issubdtype(k_cache.dtype, jnp.floating):
+    if k_cache.dtype not in (*FLOATS, *QUANTISED):
         raise ValueError(f"k_cache {k_cache.dtype}: must be float32, bfloat16, float16, float8_e4m3fn or int8")
 
 
-def check_slots(slot_mapping: jax.Array, num_tokens: int) -> None:
+def check_slots(slot_mapping: jax.Array, num_tokens: int, k_cache: jax.Array) -> None:
+    if num_tokens and not k_cache.shape[0] * k_cache.shape[1]:
+        raise ValueError(f"k_cache {k_cache.shape}: has no slots, but there are {num_tokens} tokens to write")
     if slot_mapping.shape != (num_tokens,) or slot_mapping.dtype != jnp.int32:
         raise ValueError(f"slot_mapping {slot_mapping.shape} {slot_mapping.dtype}: must be [{num_tokens}] int32")
 

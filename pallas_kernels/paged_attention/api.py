@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, choose_backend, target_of
-from pallas_kernels.kv_write.checks import QUANTISED, check_caches, check_scales
+from pallas_kernels.kv_write.checks import QUANTISED, check_caches, check_floats, check_scales
 from pallas_kernels.paged_attention import mosaic_decode, mosaic_ragged, reference, triton, triton_ragged
 from pallas_kernels.paged_attention.quantization import dequantize
 from pallas_kernels.paged_attention.triton_launch import refusal as triton_refusal
@@ -54,7 +54,7 @@ def paged_attention_decode(
     """Attention of one query token a sequence, the last of its context.
 
     Args:
-        q: [S, K, G, H], G query heads for each KV head.
+        q: [S, K, G, H] float32, bfloat16 or float16, G query heads for each KV head.
         k_cache, v_cache: [B, P, K, H], one layer's caches: float32, bfloat16, float16, float8_e4m3fn or int8; they
             hold the query token's own key and value already.
         block_tables: [S, M] int32 block ids.
@@ -81,7 +81,10 @@ def paged_attention_decode(
     on_mosaic = mosaic_decode.decode, mosaic_decode.refusal
     backends, refusals = _backends(reference.decode, triton.decode, on_mosaic, device, q, cache)
     decode = choose_backend("paged_attention_decode", backend, backends, device=device, refusals=refusals)
-    return decode(q, cache, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
+    arrays = jax.tree.map(jnp.asarray, (q, cache, block_tables, context_lens))
+    if _nothing_to_see(*arrays[:3]):
+        return jnp.zeros(q.shape, q.dtype)
+    return decode(*arrays, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def paged_attention_ragged(
@@ -108,12 +111,13 @@ def paged_attention_ragged(
     """Causal attention of a mixed step: sequences with one token each first, then chunks of prompts.
 
     Rows 0 .. num_decodes-1 are decodes: row i is the only token of sequence i. A sequence s from num_decodes on owns
-    rows query_starts[s] .. +query_lens[s]-1; its last row sits at position context_lens[s]-1. The host cuts these rows
-    (not the decodes') into tiles: tile i covers the rows of sequence tile_seq[i] from row tile_row[i] on, at most
-    QUERY_TILE of them, and never past the sequence's last row.
+    rows query_starts[s] .. +query_lens[s]-1; its last row sits at position context_lens[s]-1. Rows of sequences lie
+    without gaps; those of no sequence come after them. The host cuts the rows of chunks (not the decodes') into tiles:
+    tile i covers the rows of sequence tile_seq[i] from row tile_row[i] on, at most QUERY_TILE of them, and never past
+    the sequence's last row.
 
     Args:
-        q: [T, K, G, H].
+        q: [T, K, G, H] float32, bfloat16 or float16.
         k_cache, v_cache: [B, P, K, H], one layer's caches, as for paged_attention_decode; they hold this step's keys
             and values already.
         block_tables: [S, M] int32 block ids.
@@ -142,9 +146,19 @@ def paged_attention_ragged(
     on_mosaic = mosaic_ragged.ragged, mosaic_ragged.refusal
     backends, refusals = _backends(reference.ragged, triton_ragged.ragged, on_mosaic, device, q, cache)
     ragged = choose_backend("paged_attention_ragged", backend, backends, device=device, refusals=refusals)
+    if not tile_seq.shape[0]:  # loops over tiles must have one that they could read
+        tile_seq = tile_row = jnp.zeros(1, jnp.int32)
     rows = (context_lens, query_starts, query_lens, num_decodes)
     tiles = (tile_seq, tile_row, num_tiles)
-    return ragged(q, cache, block_tables, *rows, *tiles, scale=scale, window=window, soft_cap=soft_cap)
+    arrays = jax.tree.map(jnp.asarray, (q, cache, block_tables, *rows, *tiles))
+    if _nothing_to_see(*arrays[:3]):
+        return jnp.zeros(q.shape, q.dtype)
+    return ragged(*arrays, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def _nothing_to_see(q: jax.Array, cache: Cache, block_tables: jax.Array) -> bool:
+    """No query, or no sequence that could have a token: what comes out is empty or 0."""
+    return not (q.size and cache.k.size and block_tables.size)
 
 
 _Function = Callable[..., jax.Array]
@@ -181,6 +195,7 @@ def _check_cache(
 ) -> None:
     if q.ndim != 4:
         raise ValueError(f"q {q.shape}: must be [rows, K, G, H]")
+    check_floats(q=q)
     check_caches(k_cache, v_cache, q.shape[1], q.shape[3])
     check_scales(k_cache, k_scale, v_scale)
 

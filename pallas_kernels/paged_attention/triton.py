@@ -64,6 +64,7 @@ def decode(
     target: Target,
     tiles: DecodeTiles | None = None,
     num_splits: int | None = None,
+    num_rows: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See api.paged_attention_decode. q and block_tables may have rows past those of context_lens; they are not read.
@@ -71,6 +72,7 @@ def decode(
     Args:
         target: what the kernels are compiled for.
         tiles, num_splits: instead of the tuned ones; num_splits is a power of two.
+        num_rows: of the result, if more than there are sequences; the others hold anything.
         interpret: run in Pallas' interpreter, on any platform.
     """
     num_kv_heads, group_heads, head_dim = q.shape[1:]
@@ -79,7 +81,7 @@ def decode(
     if num_splits is None:
         most_keys = most_keys if window is None else min(most_keys, window)
         num_splits = choose_num_splits(num_seqs * num_kv_heads, most_keys, target.num_cores, tiles)
-    out = jax.ShapeDtypeStruct((num_seqs, num_kv_heads, group_heads, head_dim), q.dtype)
+    out = jax.ShapeDtypeStruct((num_rows or num_seqs, num_kv_heads, group_heads, head_dim), q.dtype)
     partial = (num_seqs, num_kv_heads, num_splits, group_heads)
     partials = [jax.ShapeDtypeStruct((*partial, head_dim), jnp.float32), jax.ShapeDtypeStruct(partial, jnp.float32)]
     variant = Variant(scale, window, soft_cap, has_native_fp8(target))
@@ -155,7 +157,7 @@ def _split_range(
 
 
 def combine(partial: jax.Array, weight: jax.Array, out: jax.ShapeDtypeStruct, interpret: bool) -> jax.Array:
-    """The splits' results [S, K, splits, G, H] as one [S, K, G, H], by what they weigh [S, K, splits, G]."""
+    """The splits' results [S, K, splits, G, H] as one [S or more, K, G, H], by what they weigh [S, K, splits, G]."""
     num_seqs, num_kv_heads, num_splits, group_heads, head_dim = partial.shape
     # A program holds [num_splits, H] numbers: at most 32 registers a thread for them, where 8 warps suffice.
     num_warps = min(max(num_splits * padded(head_dim) // 1024, 1), 8)

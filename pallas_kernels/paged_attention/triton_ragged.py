@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.triton_tiles import (
     attend,
     cdiv,
     load_heads,
+    padded,
     store_heads,
 )
 
@@ -83,9 +84,8 @@ def ragged(
     num_rows, num_kv_heads, group_heads, _ = q.shape
     most_decodes = min(num_rows, context_lens.shape[0])
     decode_lens = jnp.where(jnp.arange(most_decodes) < num_decodes, context_lens[:most_decodes], 0)
-    options: dict[str, Any] = dict(target=target, tiles=decode_tiles, interpret=interpret)
+    options: dict[str, Any] = dict(target=target, tiles=decode_tiles, num_rows=num_rows, interpret=interpret)
     decoded = decode(q, cache, block_tables, decode_lens, **scores, **options)
-    out = jnp.pad(decoded, ((0, num_rows - most_decodes), (0, 0), (0, 0), (0, 0)))
 
     tiles = tiles or RaggedTiles(**tuned("ragged", target, q, cache.k, window))
     # A program for each piece of a step full of rows, and one more for each core; where there are more pieces, which
@@ -94,11 +94,16 @@ def ragged(
     most_pieces = tile_seq.shape[0] * (QUERY_TILE // program_rows)
     num_programs = min(most_pieces, cdiv(num_rows, program_rows) + cdiv(target.num_cores, num_kv_heads))
     [out] = call(
-        functools.partial(_ragged_kernel, tiles=tiles, variant=Variant(**scores, native_fp8=has_native_fp8(target))),
+        functools.partial(
+            _ragged_kernel,
+            num_decoded=most_decodes,
+            tiles=tiles,
+            variant=Variant(**scores, native_fp8=has_native_fp8(target)),
+        ),
         "paged_attention_ragged",
         (num_kv_heads, num_programs),
         (
-            out,
+            decoded,
             q,
             cache,
             block_tables,
@@ -125,6 +130,7 @@ def _ragged_kernel(
     chunks: Chunks,
     out_ref: Any,
     *,
+    num_decoded: int,
     tiles: RaggedTiles,
     variant: Variant,
 ) -> None:
@@ -132,6 +138,7 @@ def _ragged_kernel(
     program_rows = _program_rows(tiles, q_ref.shape[2])
     pieces_per_tile = QUERY_TILE // program_rows
     head, program, num_programs = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    _clear_unused_rows(chunks, out_ref, num_decoded, program_rows)  # first: what it needs then takes no registers below
 
     def attend_piece(index: jax.Array, _carry: None) -> None:
         piece = program + index * num_programs
@@ -151,6 +158,38 @@ def _ragged_kernel(
     lax.fori_loop(0, cdiv(num_pieces - program, num_programs), attend_piece, None)
 
 
+def _clear_unused_rows(chunks: Chunks, out_ref: Any, num_decoded: int, program_rows: int) -> None:
+    """Puts 0 into rows behind those of all sequences, in pieces as above; of num_decoded, the decode kernel did so."""
+    head, program, num_programs = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    num_rows, _, group_heads, head_dim = out_ref.shape
+    first = jnp.maximum(_end_of_sequences(chunks), num_decoded)
+
+    def clear_piece(index: jax.Array, _carry: None) -> None:
+        begin = first + (program + index * num_programs) * program_rows
+        row, group_head = _fold(begin, program_rows, group_heads)
+        zeros = jnp.zeros((row.size, padded(head_dim)), out_ref.dtype)
+        store_heads(out_ref, row, head, group_head, values=zeros, mask=(row < num_rows) & (group_head < group_heads))
+
+    num_pieces = cdiv(num_rows - first, program_rows)
+    lax.fori_loop(0, cdiv(num_pieces - program, num_programs), clear_piece, None)
+
+
+def _end_of_sequences(chunks: Chunks) -> jax.Array:
+    """The first row behind those of all sequences."""
+    num_seqs = chunks.context_lens.shape[0]
+    seq = jnp.arange(pl.next_power_of_2(num_seqs), dtype=jnp.int32)
+    arrays = chunks.context_lens, chunks.query_starts, chunks.query_lens
+    context, start, length = (plt.load(array.at[seq], mask=seq < num_seqs, other=0) for array in arrays)
+    return jnp.where(context > 0, start + length, 0).max()
+
+
+def _fold(begin: jax.Array, num_rows: int, group_heads: int) -> tuple[jax.Array, jax.Array]:
+    """[M, 1] rows and query heads: `num_rows` from `begin` on times the G heads and those that make up a power of 2."""
+    group = pl.next_power_of_2(group_heads)
+    folded = jnp.arange(num_rows * group, dtype=jnp.int32)[:, None]
+    return begin + lax.div(folded, group), lax.rem(folded, group)
+
+
 class _Rows(NamedTuple):
     """Query rows begin .. end-1 of a sequence, for one KV head; a row's position in the sequence is row + offset."""
 
@@ -165,10 +204,8 @@ def _attend_rows(
     rows: _Rows, q_ref: Any, cache: Cache, tables_ref: Any, out_ref: Any, tiles: RaggedTiles, variant: Variant
 ) -> None:
     group_heads, head_dim = q_ref.shape[2:]
-    dtype, group = product_dtype(q_ref, cache.k), pl.next_power_of_2(group_heads)
-    num_folded = _program_rows(tiles, group_heads) * group
-    folded = jnp.arange(num_folded, dtype=jnp.int32)[:, None]
-    row, group_head = rows.begin + lax.div(folded, group), lax.rem(folded, group)
+    dtype = product_dtype(q_ref, cache.k)
+    row, group_head = _fold(rows.begin, _program_rows(tiles, group_heads), group_heads)
     # A row past the end, and a head past G, repeats the last one: it sees keys as any other, and is not stored.
     read_row, read_head = jnp.minimum(row, rows.end - 1), jnp.minimum(group_head, group_heads - 1)
     query = load_heads(q_ref, read_row, rows.head, read_head).astype(dtype)
@@ -181,7 +218,7 @@ def _attend_rows(
     first, last = rows.begin + rows.offset, rows.end - 1 + rows.offset
     start = jnp.int32(0) if variant.window is None else jnp.maximum(first - variant.window + 1, 0)
     keys = KeyTiles(cache, tables_ref, rows.seq, rows.head, start, last, tiles.keys, dtype)
-    softmax = Softmax.empty(num_folded, head_dim)
+    softmax = Softmax.empty(row.size, head_dim)
     whole_begin, whole_end, num_tiles = _tile_range(start, first, last, tiles.keys, variant.window)
     if variant.window is not None:
         softmax = attend(softmax, query, keys, jnp.int32(0), whole_begin, variant, visible)

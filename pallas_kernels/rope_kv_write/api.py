@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend
-from pallas_kernels.kv_write.checks import check_caches, check_scales, check_slots
+from pallas_kernels.kv_write.checks import check_caches, check_floats, check_scales, check_slots
 from pallas_kernels.kv_write.triton import refusal
 from pallas_kernels.rope_kv_write import reference, triton
 
@@ -45,10 +45,10 @@ def rope_kv_write(
     cache write is that of `kv_write`, quantised where the cache is.
 
     Args:
-        qkv: [T, K, G+2, H], for each KV head its G query heads, its key and its value; any float dtype.
+        qkv: [T, K, G+2, H], for each KV head its G query heads, its key and its value; float32, bfloat16 or float16.
         cos, sin: float32 [T, R/2], of each row's angles. R <= H; lanes from R on are not rotated.
         k_cache, v_cache, slot_mapping, k_scale, v_scale, backend, device: as for `kv_write`.
-        q_norm, k_norm: [H] weights of the head norms, any float dtype; both or neither.
+        q_norm, k_norm: [H] weights of the head norms, float32, bfloat16 or float16; both or neither.
         epsilon: of the head norms.
         pair_layout: which lanes turn together: "half" is (i, i + R/2) (Llama, Qwen), "interleaved" (2i, 2i + 1) (GLM).
 
@@ -62,7 +62,8 @@ def rope_kv_write(
     """
     if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(f"qkv {qkv.shape}: must be [T, K, G+2, H] with G at least 1")
-    num_tokens, num_kv_heads, _, head_dim = qkv.shape
+    check_floats(qkv=qkv, q_norm=q_norm, k_norm=k_norm)
+    num_tokens, num_kv_heads, num_rows, head_dim = qkv.shape
     if cos.ndim != 2 or cos.shape[0] != num_tokens or not 1 <= cos.shape[1] <= head_dim // 2:
         raise ValueError(f"cos {cos.shape}: must be [{num_tokens}, R/2] with R/2 from 1 to {head_dim // 2}")
     if sin.shape != cos.shape or cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
@@ -75,9 +76,16 @@ def rope_kv_write(
     if pair_layout not in ("half", "interleaved"):
         raise ValueError(f"pair_layout={pair_layout!r}: allowed are 'half' and 'interleaved'")
     check_caches(k_cache, v_cache, num_kv_heads, head_dim)
-    check_slots(slot_mapping, num_tokens)
+    check_slots(slot_mapping, num_tokens, k_cache)
     check_scales(k_cache, k_scale, v_scale)
     refusals = {"triton": refusal(k_cache)}
     run = choose_backend("rope_kv_write", backend, _IMPLEMENTATIONS, device=device, refusals=refusals)
-    options: dict[str, Any] = dict(epsilon=epsilon, pair_layout=pair_layout, k_scale=k_scale, v_scale=v_scale)
-    return run(qkv, cos, sin, k_cache, v_cache, slot_mapping, q_norm=q_norm, k_norm=k_norm, **options)
+    qkv, cos, sin, k_cache, v_cache, slot_mapping, norms, scales = jax.tree.map(
+        jnp.asarray, (qkv, cos, sin, k_cache, v_cache, slot_mapping, (q_norm, k_norm), (k_scale, v_scale))
+    )
+    if not qkv.size:
+        return jnp.zeros((num_tokens, num_kv_heads, num_rows - 2, head_dim), qkv.dtype), k_cache, v_cache
+    options: dict[str, Any] = dict(q_norm=norms[0], k_norm=norms[1], k_scale=scales[0], v_scale=scales[1])
+    return run(
+        qkv, cos, sin, k_cache, v_cache, slot_mapping, epsilon=epsilon, pair_layout=pair_layout, **options
+    )

@@ -43,6 +43,8 @@ class Step:
         rows: T, seqs: S, columns: M.
         dtype: of q; of the cache too unless `cache` is given.
         cache: dtype of the cache; int8 and float8_e4m3fn need `scales`, "head" or "block".
+        rising: by how much scores grow from token to token, up to those of a context's last one. Far from 0, every tile
+            of keys outweighs those before it, whatever the rest of the data: what is broken on purpose must show.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Step:
         dtype: Any = np.float32,
         cache: Any = None,
         scales: str | None = None,
+        rising: float = 0.0,
     ):
         self.seed = secrets.randbits(32)
         rng = np.random.default_rng(self.seed)
@@ -71,6 +74,8 @@ class Step:
         self.k_cache, self.v_cache = np.full((2, num_blocks, block_size, num_kv_heads, width), poison).astype(cache)
         self.k_scale, self.v_scale = self._scales(rng, scales, num_blocks, num_kv_heads)
         self.q = rng.normal(size=(rows, num_kv_heads, group, width)).astype(dtype)
+        if rising:  # one lane of products is the part of the scores that grows
+            self.q[..., 0] = 1
         self.block_tables = rng.integers(0, num_blocks, (seqs, columns), dtype=np.int32)
         self.context_lens, self.query_starts, self.query_lens = np.zeros((3, seqs), np.int32)
         self.keys: list[tuple[np.ndarray, np.ndarray]] = []
@@ -85,6 +90,8 @@ class Step:
             block, slot = blocks[position // block_size], position % block_size
             for values in (self.k_cache, self.v_cache):
                 values[block, slot] = self._stored(rng, (context, num_kv_heads, width), cache, scales)
+            if rising:
+                self.k_cache[block, slot, :, 0] = (rising / SCALE * (position + 1 - context))[:, None]
             self.keys.append((self._read(self.k_cache, self.k_scale, block, slot),
                               self._read(self.v_cache, self.v_scale, block, slot)))
             if seq >= self.num_decodes:

@@ -1,5 +1,6 @@
 """What the kernels' compile tests share: a kernel compiled for a card that is not there, and its spills."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxserve.targets import CompiledProgram, compile_for, compile_isolated, find_ptxas, get_target
@@ -15,8 +16,12 @@ def compile_kernel(function: Any, *args: Any, target_name: str, isolated: bool =
     return compile_it(function, *args, target=get_target(target_name), **options)
 
 
-def assert_no_spills(program: CompiledProgram) -> None:
-    """Holds where ptxas is at hand; that there is a Pallas kernel at all is always checked."""
+def assert_no_spills(program: CompiledProgram, record: Callable[[str, object], None] | None = None) -> None:
+    """Holds where ptxas is at hand; that there is a Pallas kernel at all is always checked.
+
+    Args:
+        record: the fixture record_property; what the kernels take then goes into the table of conftest.py.
+    """
     names = {kernel.name for kernel in program.pallas_kernels}
     assert names, f"no Pallas kernel among {[kernel.name for kernel in program.kernels]}"
     resources = program.resources()
@@ -24,5 +29,11 @@ def assert_no_spills(program: CompiledProgram) -> None:
         assert find_ptxas() is None
         return
     assert {used.kernel for used in resources} == names
+    mosaic = {kernel.name for kernel in program.pallas_kernels if kernel.kind == "mosaic"}
+    architecture = "{}.{}".format(*program.target.compute_capability)
+    for used in resources:
+        name = used.kernel + " (mosaic)" * (used.kernel in mosaic)
+        if record is not None:
+            record("kernel", [name, architecture, used.registers, used.spill_bytes, used.shared_memory_bytes])
     spilled = [used for used in resources if used.spill_bytes]
     assert not spilled, f"on {program.target.name}: {spilled}"

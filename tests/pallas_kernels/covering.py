@@ -1,5 +1,6 @@
 """A few combinations out of many, such that each pair of values meets at least once."""
 
+import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -21,6 +22,16 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
                 row[name] = max(sizes[name], key=lambda i: len(_pairs({**row, name: i}) & missing))
         missing -= _pairs(row)
         rows.append({name: axes[name][row[name]] for name in axes})
+    return rows
+
+
+def grid(axes: Mapping[str, Sequence[Any]], full: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the axes in `full`, with values drawn for the others: the same ones each time."""
+    draw = random.Random(0)
+    rows = []
+    for values in product(*(axes[name] for name in full)):
+        drawn = {name: draw.choice(choices) for name, choices in axes.items() if name not in full}
+        rows.append(dict(zip(full, values, strict=True)) | drawn)
     return rows
 
 

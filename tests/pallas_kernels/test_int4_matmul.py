@@ -3,6 +3,7 @@
 Pallas' interpreter hands kernels outputs full of NaN: what a kernel does not write, these tests see.
 """
 
+import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +43,8 @@ class Case:
         return f"{sizes}{'-zeros' * self.has_zeros}{'-bias' * self.has_bias}-{np.dtype(self.dtype).name}"
 
     def __post_init__(self) -> None:
-        rng = np.random.default_rng(self.num_tokens)
+        self.seed = secrets.randbits(32)
+        rng = np.random.default_rng(self.seed)
         group = self.group or self.num_features
         shape = (-(-self.num_features // group), self.num_outputs)
         nibbles = rng.integers(0, 16, (self.num_features, self.num_outputs)).astype(np.uint8)
@@ -62,7 +64,7 @@ class Case:
     def check(self, out: jax.Array) -> None:
         assert out.dtype == self.dtype
         error = np.abs(np.asarray(out, np.float64) - self.want).max() / np.abs(self.want).max()
-        assert error < (1e-5 if self.dtype == jnp.float32 else 1e-2)  # NaN is not
+        assert error < (1e-5 if self.dtype == jnp.float32 else 1e-2), f"seed {self.seed}"  # NaN is not
 
     def kernel(self, tiles: Tiles, num_splits: int, run: Any = RUN) -> jax.Array:
         return run(self.x, self.weight, self.bias, tiles=tiles, num_splits=num_splits)
@@ -91,9 +93,9 @@ def test_reference(case):
     case.check(MATMUL(case.x, case.weight, case.bias))
 
 
-@pytest.mark.parametrize("case", [CASES[2][0], CASES[4][0], CASES[5][0]], ids=str)
+@pytest.mark.parametrize("case", [*(CASES[i][0] for i in (2, 3, 4)), replace(CASES[5][0], has_bias=False)], ids=str)
 def test_dense(case):
-    """The way of very many tokens."""
+    """The way of very many tokens. Bias only in float32: it is added to rounded sums, one more rounding in 16 bits."""
     case.check(jax.jit(reference.int4_matmul_dense)(case.x, case.weight, case.bias))
 
 
@@ -105,8 +107,8 @@ def test_tuned_tiles():
 def test_same_in_every_split():
     """Splits of the input features change nothing but the order of float32 sums."""
     case, tiles, _ = CASES[4]
-    one, five = (np.asarray(case.kernel(tiles, num_splits)) for num_splits in (1, 5))
-    np.testing.assert_allclose(one, five, rtol=1e-5, atol=1e-5)
+    for num_splits in (1, 5):
+        case.check(case.kernel(tiles, num_splits))
 
 
 # What is broken on purpose: each must be seen by the check that passes unbroken.
@@ -155,16 +157,17 @@ def test_dropped_tail_tile_is_seen(monkeypatch):
 
 
 def test_cut_outputs():
-    case = CASES[1][0]
+    case = Case(3, 384, 70, 64, True, True)
     assert case.bias is not None
     part = jax.tree.map(lambda array: array[:, 7:19], case.weight)
-    np.testing.assert_allclose(MATMUL(case.x, part, case.bias[7:19]), case.want[:, 7:19], rtol=1e-3, atol=1e-4)
+    case.want = case.want[:, 7:19]
+    case.check(MATMUL(case.x, part, case.bias[7:19]))
 
 
 @pytest.mark.parametrize("group", [32, 0])
 def test_cut_input_features(group):
     """Two shards of 288 features, each padded to 384: their products add up."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng()
     shape = (576 // group, 24) if group else (1, 24)
     nibbles = rng.integers(0, 16, (576, 24)).astype(np.uint8)
     scales, zeros = rng.uniform(0.01, 0.1, shape).astype(np.float32), rng.integers(0, 16, shape)
@@ -176,7 +179,7 @@ def test_cut_input_features(group):
         for shard in range(2)
     ]
     parts = [MATMUL(part, shard) for part, shard in zip(np.split(x, 2, axis=1), shards, strict=True)]
-    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=0, atol=1e-5 * np.abs(whole).max())
 
 
 # Numbers that the matrix unit gets are made by PTX, which nothing here can run: this runs the three instructions.

@@ -1,6 +1,5 @@
 """int4_matmul compiled for every generation of cards: one kernel and the sum of its splits, no spills."""
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from pallas_kernels.int4_matmul import Int4Weight, int4_matmul, triton
 from pallas_kernels.int4_matmul.layout import WORDS
 from pallas_kernels.int4_matmul.triton import Tiles
 from tests.pallas_kernels.compiling import ARCHITECTURES, assert_no_spills, compile_kernel
-from tests.pallas_kernels.covering import covering
+from tests.pallas_kernels.covering import covering, grid
 
 AXES: dict[str, Any] = {
     "target_name": list(ARCHITECTURES.values()),
@@ -49,26 +48,27 @@ def compiled(
     return compile_kernel(run, x, weight, bias, target_name=target_name)
 
 
-def check(**case: Any) -> None:
+def name(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def check(record: Any, **case: Any) -> None:
     program = compiled(**case)
     names = [kernel.name for kernel in program.kernels]
     assert names[0] == "int4_matmul"
     assert len(names) <= 2
-    assert_no_spills(program)
+    assert_no_spills(program, record)
 
 
-@pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
-def test_covering_set(case):
-    check(**case)
+@pytest.mark.parametrize("case", covering(AXES), ids=name)
+def test_covering_set(case, record_property):
+    check(record_property, **case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target_name", ARCHITECTURES.values())
-@pytest.mark.parametrize("num_tokens", AXES["num_tokens"])
-def test_whole_grid(target_name, num_tokens):
-    rest = {name: values for name, values in AXES.items() if name not in ("target_name", "num_tokens")}
-    for values in itertools.product(*rest.values()):
-        check(target_name=target_name, num_tokens=num_tokens, **dict(zip(rest, values, strict=True)))
+@pytest.mark.parametrize("case", grid(AXES, list(AXES)), ids=name)
+def test_whole_grid(case, record_property):
+    check(record_property, **case)
 
 
 PLAIN: dict[str, Any] = dict(group=128, has_zeros=True, has_bias=False, dtype="bfloat16", shape=(4096, 4096))

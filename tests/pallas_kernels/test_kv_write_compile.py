@@ -1,8 +1,6 @@
 """kv_write compiled for every generation of cards: one launch, in place, no spills."""
 
 import functools
-import itertools
-import random
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ import pytest
 from jaxserve.targets import get_target
 from pallas_kernels import kv_write
 from tests.pallas_kernels.compiling import ARCHITECTURES, assert_no_spills, compile_kernel
-from tests.pallas_kernels.covering import covering
+from tests.pallas_kernels.covering import covering, grid
 
 NUM_BLOCKS, NUM_KV_HEADS = 300, 2
 
@@ -36,7 +34,11 @@ AXES: dict[str, Any] = {
 }
 
 
-def check(target_name: str, width: int, cache: str, dtype: str, block_size: int, num_tokens: int) -> None:
+def name(case: dict[str, Any]) -> str:
+    return "-".join(map(str, case.values()))
+
+
+def check(record: Any, target_name: str, width: int, cache: str, dtype: str, block_size: int, num_tokens: int) -> None:
     cache_dtype, scale_shape = CACHES[cache]
     rows = jax.ShapeDtypeStruct((num_tokens, NUM_KV_HEADS, width), dtype)
     cache_shape = jax.ShapeDtypeStruct((NUM_BLOCKS, block_size, NUM_KV_HEADS, width), cache_dtype)
@@ -52,23 +54,18 @@ def check(target_name: str, width: int, cache: str, dtype: str, block_size: int,
     program = compile_kernel(write, *args, target_name=target_name, donate_argnums=(2, 3))
     assert [kernel.name for kernel in program.kernels] == ["kv_write"]
     assert program.memory.alias_bytes >= 2 * cache_shape.size * cache_shape.dtype.itemsize
-    assert_no_spills(program)
+    assert_no_spills(program, record)
 
 
-@pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
-def test_covering_set(case):
-    check(**case)
+@pytest.mark.parametrize("case", covering(AXES), ids=name)
+def test_covering_set(case, record_property):
+    check(record_property, **case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target_name", ARCHITECTURES.values())
-def test_whole_grid(target_name):
-    """Widths, caches and block sizes in full; the other axes drawn."""
-    draw = random.Random(target_name)
-    full = {name: AXES[name] for name in ("width", "cache", "block_size")}
-    for values in itertools.product(*full.values()):
-        drawn = {name: draw.choice(AXES[name]) for name in ("dtype", "num_tokens")}
-        check(target_name, **dict(zip(full, values, strict=True)), **drawn)
+@pytest.mark.parametrize("case", grid(AXES, ["target_name", "width", "cache", "block_size"]), ids=name)
+def test_whole_grid(case, record_property):
+    check(record_property, **case)
 
 
 def test_undonated_caches_are_copied():

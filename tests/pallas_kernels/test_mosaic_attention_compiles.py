@@ -60,8 +60,8 @@ def compile_ragged(target_name: str, num_splits: int, window: int | None, soft_c
     return compile_kernel(run, *arrays(256, **shapes), *rows, *tiles, target_name=target_name)
 
 
-def check(program: CompiledProgram) -> None:
-    assert_no_spills(program)
+def check(program: CompiledProgram, record: Any) -> None:
+    assert_no_spills(program, record)
     for kernel in program.pallas_kernels:
         assert (kernel.shared_memory_bytes or 0) <= get_target(program.target.name).shared_memory_per_block_bytes
 
@@ -79,25 +79,24 @@ def covering_sets(axes: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", covering_sets(DECODE_AXES))
-def test_decode(case):
+def test_decode(case, record_property):
     program = compile_decode(**case)
-    check(program)
+    check(program, record_property)
     expected = ["paged_attention_decode"] + ["paged_attention_combine"] * (case["num_splits"] > 1)
     assert [kernel.name for kernel in program.kernels] == expected
 
 
 @pytest.mark.parametrize("case", covering_sets(RAGGED_AXES))
-def test_ragged(case, monkeypatch):
+def test_ragged(case, monkeypatch, record_property):
     """Without the decode kernel, which has its own test."""
     monkeypatch.setattr(mosaic_ragged, "decode", lambda q, *args, **options: jnp.zeros_like(q[:NUM_SEQS]))
     program = compile_ragged(**case)
-    check(program)
+    check(program, record_property)
     assert [kernel.name for kernel in program.pallas_kernels] == ["paged_attention_ragged"]
 
 
-def test_ragged_with_its_decodes():
+def test_ragged_with_its_decodes(record_property):
     case = covering(RAGGED_AXES)[0]
     program = compile_ragged(**case)
-    check(program)
+    check(program, record_property)
     assert {kernel.name for kernel in program.pallas_kernels} == {"paged_attention_decode", "paged_attention_ragged"}
-    print([kernel.name for kernel in program.kernels])

@@ -1,8 +1,6 @@
 """The Triton kernels compiled for every generation of cards: launched as meant, and without spills."""
 
 import functools
-import itertools
-import random
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ import pytest
 from jaxserve.targets import get_target
 from pallas_kernels import QUERY_TILE, paged_attention_decode, paged_attention_ragged
 from tests.pallas_kernels.compiling import ARCHITECTURES, assert_no_spills, compile_kernel
-from tests.pallas_kernels.covering import covering
+from tests.pallas_kernels.covering import covering, grid
 
 NUM_SEQS, NUM_KV_HEADS, NUM_COLUMNS, NUM_ROWS = 4, 2, 512, 100
 SMALL_CACHE, LARGE_CACHE = 2**24, 2**32 + 2**28
@@ -28,12 +26,11 @@ AXES: dict[str, Any] = {
     "options": [{}, {"window": 4096}, {"soft_cap": 30.0}, {"window": 4096, "soft_cap": 30.0}],
     "elements": [SMALL_CACHE, LARGE_CACHE],
 }
-FULL = ("width", "group", "cache", "block_size")
 
 
-def check(*, arch: str, width: int, group: int, cache: str, block_size: int, scales: str, options: Any, elements: int,
-          decode: bool = False) -> str:
-    """Compiles a mixed step, or a decode step; returns a line that tells what the kernels take."""
+def check(record: Any, *, arch: str, width: int, group: int, cache: str, block_size: int, scales: str, options: Any,
+          elements: int, decode: bool = False) -> None:
+    """Compiles a mixed step, or a decode step."""
     target_name = ARCHITECTURES[arch]
     num_blocks = elements // (block_size * NUM_KV_HEADS * width)
     dtype = jnp.dtype(cache)
@@ -61,33 +58,21 @@ def check(*, arch: str, width: int, group: int, cache: str, block_size: int, sca
     names = ["paged_attention_decode", "paged_attention_combine", *([] if decode else ["paged_attention_ragged"])]
     assert [kernel.name for kernel in program.pallas_kernels] == names
     assert not program.copies
-    assert_no_spills(program)
-    used = ", ".join(f"{used.kernel.split('_')[-1]} {used.registers} registers {used.shared_memory_bytes} bytes"
-                     for used in program.resources() or [])
-    what = f"{cache}{' by ' + scales if quantised else ''}, {options}, {elements:.0e} elements"
-    return f"{arch:>4} | width {width:3}, group {group:2}, blocks of {block_size}, {what} | {used}"
+    assert_no_spills(program, record)
 
 
 @pytest.mark.parametrize("case", covering(AXES), ids=str)
-def test_covering_set(case, capsys):
-    line = check(**case)
-    with capsys.disabled():
-        print("\n" + line, end="")
+def test_covering_set(case, record_property):
+    check(record_property, **case)
 
 
-def test_decode_step():
+def test_decode_step(record_property):
     """Two launches and nothing else; the kernels themselves are in the mixed step too."""
     case = {name: values[-1] for name, values in AXES.items()}
-    check(**case, decode=True)
+    check(record_property, **case, decode=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_whole_grid(arch, capsys):
-    """Widths, groups, dtypes and block sizes in full; the other axes drawn."""
-    draw = random.Random(arch)
-    for values in itertools.product(*(AXES[name] for name in FULL)):
-        drawn = {name: draw.choice(AXES[name]) for name in ("scales", "options", "elements")}
-        line = check(arch=arch, **dict(zip(FULL, values, strict=True)), **drawn)
-        with capsys.disabled():
-            print("\n" + line, end="")
+@pytest.mark.parametrize("case", grid(AXES, ["arch", "width", "group", "cache", "block_size"]), ids=str)
+def test_whole_grid(case, record_property):
+    check(record_property, **case)

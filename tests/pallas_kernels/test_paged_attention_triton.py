@@ -108,7 +108,12 @@ def pages_of_the_first_sequence(self, index):
     return ORIGINAL_PAGES(replace(self, seq=self.seq * 0), index)
 
 
-ORIGINAL_PAGES = KeyTiles.pages
+def without_the_last_tile(*args):
+    begin, end, num_tiles = ORIGINAL_TILE_RANGE(*args)
+    return begin, end, num_tiles - 1
+
+
+ORIGINAL_PAGES, ORIGINAL_TILE_RANGE = KeyTiles.pages, triton_ragged._tile_range
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "wrong block table": (KeyTiles, "pages", pages_of_the_first_sequence),
     "missing rescale": (triton_tiles, "_rescale", lambda old, new: jnp.ones_like(old)),
@@ -121,7 +126,7 @@ DECODE_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 RAGGED_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     **MUTATIONS,
-    "dropped tail tile": (triton_ragged, "cdiv", lambda count, size: count // size),
+    "dropped tail tile": (triton_ragged, "_tile_range", without_the_last_tile),
     "unmasked tiles that not all see": (
         triton_ragged, "_tile_range", lambda start, first, last, keys, window: (0, (last + 1) // keys, last // keys + 1)
     ),
@@ -129,12 +134,12 @@ RAGGED_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 
 
 def decode_error() -> float:
-    step = Step([37, 50, 79], [], seqs=3, heads=(1, 2, 32))
+    step = Step([37, 50, 79], [], seqs=3, heads=(1, 2, 32), rising=0.3)
     return step.error(run_decode(step, 2))
 
 
 def ragged_error() -> float:
-    step = Step([], [(5, 37), (30, 70)], seqs=2, heads=(1, 2, 32), rows=40)
+    step = Step([], [(5, 37), (30, 70)], seqs=2, heads=(1, 2, 32), rows=40, rising=0.3)
     return step.error(run_ragged(step))
 
 

@@ -1,8 +1,6 @@
 """rope_kv_write compiled for every generation of cards: one launch, in place, no spills."""
 
 import functools
-import itertools
-import random
 from typing import Any
 
 import jax
@@ -12,8 +10,8 @@ import pytest
 from jaxserve.targets import get_target
 from pallas_kernels.rope_kv_write import rope_kv_write
 from tests.pallas_kernels.compiling import ARCHITECTURES, assert_no_spills, compile_kernel
-from tests.pallas_kernels.covering import covering
-from tests.pallas_kernels.test_kv_write_compile import CACHES, NUM_BLOCKS, NUM_KV_HEADS
+from tests.pallas_kernels.covering import covering, grid
+from tests.pallas_kernels.test_kv_write_compile import CACHES, NUM_BLOCKS, NUM_KV_HEADS, name
 
 AXES: dict[str, Any] = {
     "target_name": list(ARCHITECTURES.values()),
@@ -28,8 +26,8 @@ AXES: dict[str, Any] = {
 }
 
 
-def check(target_name: str, width: int, group: int, block_size: int, cache: str, dtype: str, pairs: tuple[Any, int],
-          norm: bool, num_tokens: int) -> None:
+def check(record: Any, target_name: str, width: int, group: int, block_size: int, cache: str, dtype: str,
+          pairs: tuple[Any, int], norm: bool, num_tokens: int) -> None:
     cache_dtype, scale_shape = CACHES[cache]
     layout, part = pairs
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -49,21 +47,15 @@ def check(target_name: str, width: int, group: int, block_size: int, cache: str,
     program = compile_kernel(run, *args, target_name=target_name, donate_argnums=(3, 4))
     assert [kernel.name for kernel in program.kernels] == ["rope_kv_write"]
     assert program.memory.alias_bytes >= 2 * cache_shape.size * cache_shape.dtype.itemsize
-    assert_no_spills(program)
+    assert_no_spills(program, record)
 
 
-@pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
-def test_covering_set(case):
-    check(**case)
+@pytest.mark.parametrize("case", covering(AXES), ids=name)
+def test_covering_set(case, record_property):
+    check(record_property, **case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target_name", ARCHITECTURES.values())
-def test_whole_grid(target_name):
-    """Widths, groups and block sizes in full; the other axes drawn."""
-    draw = random.Random(target_name)
-    full = {name: AXES[name] for name in ("width", "group", "block_size")}
-    others = ("cache", "dtype", "pairs", "norm", "num_tokens")
-    for values in itertools.product(*full.values()):
-        drawn = {name: draw.choice(AXES[name]) for name in others}
-        check(target_name, **dict(zip(full, values, strict=True)), **drawn)
+@pytest.mark.parametrize("case", grid(AXES, ["target_name", "width", "group", "block_size"]), ids=name)
+def test_whole_grid(case, record_property):
+    check(record_property, **case)
