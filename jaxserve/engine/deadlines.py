@@ -20,6 +20,7 @@ class Deadlines:
         self._queue_timeout_s = queue_timeout_s
         self._numbers = count()
         self._heap: list[tuple[float, int, RequestGroup, bool]] = []
+        self._sweep_at = 64
 
     def add(self, group: RequestGroup) -> None:
         arrival = group.metrics.arrival_time_s
@@ -42,4 +43,8 @@ class Deadlines:
         return found
 
     def _push(self, when: float, group: RequestGroup, *, only_waiting: bool) -> None:
+        if len(self._heap) >= self._sweep_at:  # requests that ended long before their time must not stay here
+            self._heap = [entry for entry in self._heap if entry[2].num_unfinished]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + 64
         heapq.heappush(self._heap, (when, next(self._numbers), group, only_waiting))

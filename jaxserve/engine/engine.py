@@ -64,9 +64,9 @@ class Engine:
         if self._max_waiting is not None and len(self.scheduler.waiting) + len(requests) > self._max_waiting:
             raise QueueFullError(f"{len(self.scheduler.waiting)} requests wait, max_waiting_requests is "
                                  f"{self._max_waiting}; try again later")
-        self._deadlines.add(group)
         self._groups[group.request_id] = group
         group.num_unfinished = len(requests)
+        self._deadlines.add(group)
         for index, request in enumerate(requests):
             completion = Completion(request, group, index, self.tokenizer)
             group.completions.append(completion)

@@ -130,3 +130,6 @@ class WaitingQueue:
         """It has ended."""
         self._waiting.pop(request, None)
         self._places.pop(request, None)
+        if len(self._heap) > 2 * len(self._waiting) + 64:  # most of it has left
+            self._heap = [(place, waiting) for waiting, place in self._waiting.items()]
+            heapq.heapify(self._heap)

@@ -77,7 +77,7 @@ def decode(
     """
     num_kv_heads, group_heads, head_dim = q.shape[1:]
     num_seqs, most_keys = context_lens.shape[0], block_tables.shape[1] * cache.k.shape[1]
-    tiles = tiles or DecodeTiles(**tuned("decode", target, q, cache.k, window))
+    tiles = tiles or DecodeTiles(**tuned("decode", target, q, cache.k))
     if num_splits is None:
         most_keys = most_keys if window is None else min(most_keys, window)
         num_splits = choose_num_splits(num_seqs * num_kv_heads, most_keys, target.num_cores, tiles)

@@ -33,11 +33,11 @@ def has_native_fp8(target: Target) -> bool:
     return target.capability is None or target.capability >= (8, 9)
 
 
-def tuned(kernel: str, target: Target, q: jax.Array, k_cache: jax.Array, window: int | None) -> dict[str, int]:
+def tuned(kernel: str, target: Target, q: jax.Array, k_cache: jax.Array) -> dict[str, int]:
     """The kernel's sizes from pallas_kernels/tuning/paged_attention.json."""
     capability = target.capability and float("{}.{}".format(*target.capability))
     group_heads, head_dim = q.shape[2:]
-    facts = dict(group_heads=group_heads, head_dim=head_dim, cache=k_cache.dtype.name, windowed=window is not None)
+    facts = dict(group_heads=group_heads, head_dim=head_dim, cache=k_cache.dtype.name)
     return look_up("paged_attention", kernel, capability=capability, **facts)
 
 

@@ -87,7 +87,7 @@ def ragged(
     options: dict[str, Any] = dict(target=target, tiles=decode_tiles, num_rows=num_rows, interpret=interpret)
     decoded = decode(q, cache, block_tables, decode_lens, **scores, **options)
 
-    tiles = tiles or RaggedTiles(**tuned("ragged", target, q, cache.k, window))
+    tiles = tiles or RaggedTiles(**tuned("ragged", target, q, cache.k))
     # A program for each piece of a step full of rows, and one more for each core; where there are more pieces, which
     # many short chunks make, programs take several. One for each tile that there could be would mostly find nothing.
     program_rows = _program_rows(tiles, group_heads)

@@ -124,3 +124,10 @@ def test_bad_deadlines(tiny_folder: Path) -> None:
         llm.shutdown()
 
     asyncio.run(main())
+
+
+def test_ended_requests_do_not_wait_for_their_deadlines(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), **TINY_OPTIONS, queue_timeout_s=1000.0) as llm:
+        llm.generate([[5]] * 400, SHORT, use_tqdm=False)
+        llm.generate([[5]] * 400, SHORT, use_tqdm=False)
+        assert len(llm._engine._deadlines._heap) < 600

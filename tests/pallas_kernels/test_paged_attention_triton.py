@@ -160,6 +160,13 @@ def test_broken_ragged_is_seen(monkeypatch, mutation):
     assert ragged_error() > 1e-3
 
 
+def test_rows_that_are_not_cleared_are_seen(monkeypatch):
+    monkeypatch.setattr(triton_ragged, "_clear_unused_rows", lambda *args: None)
+    step = Step([], [(5, 37)], seqs=2, heads=(1, 2, 32), rows=40)
+    with pytest.raises(AssertionError):
+        step.check(run_ragged(step), 1e-5)
+
+
 def test_refusals():
     """A named backend is never replaced; an unnamed one gives way to the reference."""
     h200: Any = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)

@@ -133,6 +133,17 @@ def test_the_queue_is_a_sorted_list(operations) -> None:
         assert queue.first() is (model[0] if model else None)
 
 
+def test_those_who_left_take_no_room() -> None:
+    queue = WaitingQueue(lambda request: 0.0)
+    stays = request("stays")
+    queue.add(stays)
+    for number in range(1000):
+        gone = request(str(number))
+        queue.add(gone)
+        queue.forget(gone)
+    assert len(queue._heap) < 100 and len(queue._places) == 1 and queue.pop() is stays
+
+
 @pytest.mark.parametrize("options", [dict(waiting=0), dict(waiting=-1.0), dict(business_value=math.nan),
                                      dict(expected_latency="x")])
 def test_bad_weights(options) -> None:
