@@ -101,7 +101,7 @@ def _compile(args: Any, folder: str) -> float:
 
 def _start(args: Any, cache: str, *options: str) -> Start:
     command = [sys.executable, "-m", "jaxserve", "generate", "--verbose", "--compilation-cache-dir", cache,
-               "--max-tokens", str(args.max_tokens), "--temperature", "0", *options, *args.rest]
+               "--max-tokens", str(args.max_tokens), "--temperature", "0", "--ignore-eos", *options, *args.rest]
     command += ["--model", args.model] if args.model else []
     run, begin = Start(), time.monotonic()
     process = subprocess.Popen([*command, args.prompt], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxserve.config import check_finite
 from jaxserve.errors import InvalidInputError
@@ -74,35 +75,39 @@ class _Search:
     """One prompt's."""
 
     num_prompt_tokens: int
+    cache_salt: str | None
     live: list[BeamSearchSequence]
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams, *, stop_ids: frozenset[int],
-                generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]],
+def beam_search(prompts: Sequence[tuple[Sequence[int], str | None]], params: BeamSearchParams, *,
+                stop_ids: frozenset[int], max_tokens: int,
+                generate: Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]],
                 decode: Callable[[list[int]], str]) -> list[BeamSearchOutput]:
     """
     Args:
-      prompts: token ids.
+      prompts: token ids and cache salts.
       stop_ids: that end a sequence.
-      generate: completes prompts of token ids.
+      max_tokens: most that a prompt may have; a beam that grows past it ends.
+      generate: completes prompts.
       decode: text of output tokens.
     """
     one_token = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True,
                                detokenize=False)
-    searches = [_Search(len(prompt), [BeamSearchSequence(list(prompt))]) for prompt in prompts]
+    searches = [_Search(len(prompt), salt, [BeamSearchSequence(list(prompt))]) for prompt, salt in prompts]
     for step in range(params.max_tokens):
         beams = [(search, beam) for search in searches for beam in search.live]
         if not beams:
             break
-        outputs = generate([beam.tokens for _, beam in beams], one_token)
+        outputs = generate([{"prompt_token_ids": beam.tokens, "cache_salt": search.cache_salt}
+                            for search, beam in beams], one_token)
         grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
         for (search, beam), output in zip(beams, outputs, strict=True):
             if output.error is not None:
                 raise output.error
             grown[id(search)] += _continuations(beam, output)
-        is_last = step + 1 == params.max_tokens
         for search in searches:
+            is_last = step + 1 == params.max_tokens or search.num_prompt_tokens + step + 1 > max_tokens
             _keep_best(search, grown[id(search)], params, frozenset() if params.ignore_eos else stop_ids, is_last)
     return [_result(search, params, stop_ids, decode) for search in searches]
 

@@ -134,13 +134,18 @@ def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raises InvalidInputError unless it is a number above 0."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+    check_finite(name, value)
+    if value <= 0:
         raise InvalidInputError(name, value, "a number above 0")
 
 
 def check_finite(name: str, value: Any) -> None:
     """Raises InvalidInputError unless it is a number, and neither infinite nor NaN."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+    try:
+        is_finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        is_finite = False
+    if not is_finite:
         raise InvalidInputError(name, value, "a finite number")
 
 

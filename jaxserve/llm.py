@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
-from jaxserve.errors import EngineDeadError, InvalidInputError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.scheduling.report import MemoryReport, memory_report
 
@@ -88,7 +89,8 @@ class LLM:
         with self._lock:
             return beam_search(
                 [inputs.token_ids(item, f"prompts[{index}]") for index, item in enumerate(items)], params,
-                stop_ids=inputs.eos_token_ids, decode=tokenizer.decode if tokenizer is not None else lambda _: "",
+                stop_ids=inputs.eos_token_ids, max_tokens=inputs.max_tokens,
+                decode=tokenizer.decode if tokenizer is not None else lambda _: "",
                 generate=lambda beams, one_token: self.generate(beams, one_token, use_tqdm=False))
 
     def memory_report(self) -> MemoryReport:
@@ -155,8 +157,10 @@ class LLM:
         self._check_open()
         items, _ = split_prompts(prompts)
         params = self._params_for(items, sampling_params)
-        if priority is not None and len(priority) != len(items):
-            raise InvalidInputError("priority", priority, f"one for each of the {len(items)} prompts")
+        if priority is not None:
+            priority = priority.tolist() if isinstance(priority, np.ndarray) else priority
+            if not isinstance(priority, Sequence) or len(priority) != len(items):
+                raise InvalidInputError("priority", priority, f"one for each of the {len(items)} prompts")
         outputs: dict[str, RequestOutput] = {}
         request_ids = []
         try:
@@ -164,7 +168,7 @@ class LLM:
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 request_ids.append(request_id)
-                self._add(request_id, item, own, priority[index] if priority else 0, chat_options, outputs,
+                self._add(request_id, item, own, 0 if priority is None else priority[index], chat_options, outputs,
                           field="prompt" if len(items) == 1 else f"prompts[{index}]")
             self._raise_if_all_failed(outputs, request_ids)
             self._finish(outputs, len(request_ids), use_tqdm)
@@ -198,8 +202,8 @@ class LLM:
             group, requests = self._serving.inputs.make(request_id, prompt, params, priority=priority, field=field,
                                                         chat_options=chat_options)
             with interrupts_held():
-                self._engine.add(group, requests)
-        except (InvalidInputError, QueueFullError) as error:
+                self._engine.add(group, requests, bounded=False)
+        except InvalidInputError as error:
             text = prompt if isinstance(prompt, str) else None
             outputs[request_id] = RequestOutput(request_id, text, [], [], finished=True, error=error,
                                                 metrics=RequestMetrics(time.monotonic()))

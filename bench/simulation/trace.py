@@ -130,7 +130,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                     try:
                         yield json.loads(line)
                     except ValueError as error:
-                        raise InvalidInputError("trace", f"{path}, line {number}", f"JSON ({error})") from error
+                        raise InvalidInputError(f"line {number} of trace", str(path), f"JSON ({error})") from error
         else:
             raise InvalidInputError("trace", str(path), f"sharegpt-like, or {_FORMAT}")
 

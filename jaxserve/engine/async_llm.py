@@ -82,10 +82,21 @@ class AsyncLLM:
                         raise output.error
                     yield output
         finally:
-            del self._mailboxes[request_id]
-            if not finished:
-                with contextlib.suppress(EngineDeadError):
-                    self._submit(lambda: self._engine.abort(request_id))
+            if finished:
+                del self._mailboxes[request_id]
+            else:
+                self._give_up(request_id)
+
+    def _give_up(self, request_id: str) -> None:
+        """Nobody reads a request any more. Its id is free once the engine has nothing more to say of it."""
+        def command() -> None:
+            self._engine.abort(request_id)
+            self._mailboxes.pop(request_id, None)
+
+        try:
+            self._submit(command)
+        except EngineDeadError:
+            self._mailboxes.pop(request_id, None)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iterator yields once more, with finish_reason "abort". Unknown ids are ignored."""
@@ -193,12 +204,10 @@ class _Mailbox:
     def put(self, output: RequestOutput) -> None:
         """Called by the engine's thread."""
         with self._lock:
-            waiting = self._outputs
-            # A slow reader of cumulative outputs only needs the newest of each completion.
-            if self._replaces and waiting and _indices(waiting[-1]) == _indices(output):
-                waiting[-1] = output
-                return
-            waiting.append(output)
+            if self._replaces:  # a slow reader of cumulative outputs only needs the newest of each completion
+                same = _indices(output)
+                self._outputs = [waiting for waiting in self._outputs if _indices(waiting) != same]
+            self._outputs.append(output)
         self._notify()
 
     def fail(self, error: EngineDeadError) -> None:

@@ -133,9 +133,8 @@ def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, j
                           max_blocks_per_seq=blocks_per_seq(config),
                           enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
                           priority_weights=config.priority_weights)
-    runner = ModelRunner(steps, params, scheduler.block_tables, executables)
-    if steps.cache.has_scales:
-        runner.set_kv_scales(_sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
+    runner = ModelRunner(steps, params, scheduler.block_tables, executables,
+                         _sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling,
                   max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.logprobs import HostCopy
 from jaxserve.engine.outputs import Completion, RequestGroup
-from jaxserve.errors import QueueFullError
+from jaxserve.errors import InvalidInputError, QueueFullError
 from jaxserve.request import Request, RequestOutput, RequestStatus
 from jaxserve.runner.model_runner import Dispatched, ModelRunner
 from jaxserve.scheduling.plan import StepPlan
@@ -55,15 +55,18 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._groups or self._undelivered) or self._ahead is not None
 
-    def add(self, group: RequestGroup, requests: Sequence[Request]) -> None:
+    def add(self, group: RequestGroup, requests: Sequence[Request], *, bounded: bool = True) -> None:
         """Queues the completions of one caller's request.
 
+        Args:
+          bounded: refuse it if too many wait; a caller who waits for all of its own requests need not be refused.
+
         Raises:
+          InvalidInputError: it alone would be too many.
           QueueFullError: as many wait as may; nothing was queued.
         """
-        if self._max_waiting is not None and len(self.scheduler.waiting) + len(requests) > self._max_waiting:
-            raise QueueFullError(f"{len(self.scheduler.waiting)} requests wait, max_waiting_requests is "
-                                 f"{self._max_waiting}; try again later")
+        if bounded and self._max_waiting is not None:
+            self._check_room(len(requests), self._max_waiting)
         self._groups[group.request_id] = group
         group.num_unfinished = len(requests)
         self._deadlines.add(group)
@@ -74,6 +77,16 @@ class Engine:
             self.scheduler.add(request)
         self.stats.num_prompt_tokens += len(group.prompt_token_ids)
 
+    def _check_room(self, count: int, most: int) -> None:
+        """Those that the next step can start do not count as waiting."""
+        scheduler = self.scheduler
+        if count > most + len(scheduler.block_tables):
+            raise InvalidInputError("n", count, f"at most max_num_seqs + max_waiting_requests, "
+                                                f"{most + len(scheduler.block_tables)}")
+        if len(scheduler.waiting) + count > most + scheduler.num_free_slots:
+            raise QueueFullError(f"{len(scheduler.waiting)} requests wait, max_waiting_requests is {most}; try again "
+                                 "later")
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now; returns what it had so far, or None if it is unknown or already finished."""
         group = self._groups.get(request_id)
@@ -83,18 +96,27 @@ class Engine:
         return self._end(group)
 
     def _end(self, group: RequestGroup) -> RequestOutput:
+        """Ends what still runs. Completions that stream and had ended before are left out: their callers know."""
+        to_tell = set()
         for completion in group.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"
                 completion.finish()
                 self._retire(completion)
-        return group.output([completion.output() for completion in group.completions])
+                to_tell.add(completion)
+        # What `drain` read but nobody has got must not come after the end: it comes with it.
+        mine = [output for output in self._undelivered if output.request_id == group.request_id]
+        self._undelivered = [output for output in self._undelivered if output.request_id != group.request_id]
+        to_tell |= {completion for output in mine for completion in group.take_back(output)}
+        return group.output([completion.output() for completion in group.completions
+                             if completion in to_tell or not completion.streams])
 
     def step(self) -> list[RequestOutput]:
         """Plans and dispatches a step, then reads the one before it (without overlap: this one)."""
         for group, error in self._deadlines.late(time.monotonic()):
             self.stats.num_timed_out += 1
-            self._undelivered.append(replace(self._end(group), error=error))
+            last = replace(self._end(group), error=error)
+            self._undelivered.append(last)
         with jax.profiler.TraceAnnotation("schedule"):
             plan = self._next_plan()
         if self._ahead is not None and not plan.is_empty and not self.runner.is_compiled(plan):
@@ -122,11 +144,12 @@ class Engine:
         """Continues with other weights. What the cache holds was computed with the old ones, so running requests
         compute their tokens again."""
         self.drain()
-        if self._postponed is not None:
-            self._ahead = self._dispatch(self._next_plan())
+        if self._postponed is not None and not (plan := self._next_plan()).is_empty:
+            self._ahead = self._dispatch(plan)
             self.drain()
         self.scheduler.recompute_all()
         self.runner.set_params(params)
+        self.runner.find_kv_scales()
 
     def _next_plan(self) -> StepPlan:
         plan, self._postponed = self._postponed, None

@@ -72,11 +72,17 @@ class InputProcessor:
         """Ids that end a text."""
         return self._eos_token_ids
 
-    def token_ids(self, prompt: Prompt, field: str = "prompt") -> list[int]:
-        """Of an acceptable prompt; raises as `make`."""
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt and its completion, as they fit into context and cache."""
+        return min(self._max_model_len, self._capacity_tokens)
+
+    def token_ids(self, prompt: Prompt, field: str = "prompt") -> tuple[list[int], str | None]:
+        """Of an acceptable prompt, and its cache_salt; raises as `make`."""
+        prompt, cache_salt = _without_salt(prompt, field)
         _, token_ids = self._tokenise(prompt, field, {})
         self._check_prompt(token_ids, field)
-        return token_ids
+        return token_ids, cache_salt
 
     def make(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0,
              business_value: float = 0.0, deadline_s: float | None = None, arrival_time_s: float | None = None,
@@ -190,16 +196,23 @@ def _without_salt(prompt: Any, field: str) -> tuple[Any, str | None]:
     if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
         return prompt, None
     salt = prompt["cache_salt"]
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise InvalidInputError(f"{field}.cache_salt", salt, "a text that is not empty, or None")
+    if salt is not None and (not isinstance(salt, str) or not salt or not _is_unicode(salt)):
+        raise InvalidInputError(f"{field}.cache_salt", salt, "valid Unicode text that is not empty, or None")
     return {key: value for key, value in prompt.items() if key != "cache_salt"}, salt
 
 
-def _encode(tokenizer: Tokenizer, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+def _is_unicode(text: str) -> bool:
+    """Whether it has no lone surrogates, which JSON can bring."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(field, text, "valid Unicode (no lone surrogates)") from error
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encode(tokenizer: Tokenizer, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    if not _is_unicode(text):
+        raise InvalidInputError(field, text, "valid Unicode (no lone surrogates)")
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

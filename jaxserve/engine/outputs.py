@@ -42,6 +42,12 @@ class RequestGroup:
             return [self.output([completion.output()])]
         return [] if self.num_unfinished else [self.output([each.output() for each in self.completions])]
 
+    def take_back(self, output: RequestOutput) -> list[Completion]:
+        """This will not reach the caller: what was new in it is new again. Returns whose it was."""
+        for told in output.outputs:
+            self.completions[told.index].untell(told)
+        return [self.completions[told.index] for told in output.outputs]
+
     def output(self, completions: Sequence[CompletionOutput]) -> RequestOutput:
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, list(completions),
                              finished=self.num_unfinished == 0, metrics=self.metrics,
@@ -120,6 +126,12 @@ class Completion:
         if params.include_stop_str_in_output and not self.is_plain and self.detokenizer is not None:
             delta = self.detokenizer.append(token_id)
             self.text += self.stops.feed(delta) if self.stops is not None else delta
+
+    def untell(self, told: CompletionOutput) -> None:
+        """Counts what an output brought as not sent (with DELTA: it held only what was new)."""
+        if self.request.params.output_kind is RequestOutputKind.DELTA:
+            self._num_tokens_sent -= len(told.token_ids)
+            self._num_chars_sent -= len(told.text)
 
     def output(self) -> CompletionOutput:
         """What the caller gets now: all, or with DELTA what is new since the last call."""

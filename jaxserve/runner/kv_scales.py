@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,14 +46,12 @@ class _Watched:
         return out, largest(jnp.abs(k).astype(jnp.float32)), largest(jnp.abs(v).astype(jnp.float32))
 
 
-def find_scales(blueprint: Blueprint, leaves: Sequence[jax.Array],
-                token_ids: Sequence[int]) -> list[tuple[jax.Array, jax.Array]]:
-    """Per layer the scales [K] float32 of keys and of values.
+Scales = Sequence[tuple[jax.Array, jax.Array]]
+"""Per layer those of keys and of values, [K] float32."""
 
-    Args:
-      leaves: the weights, as `Blueprint.leaves`.
-      token_ids: of a sample text.
-    """
+
+def scale_finder(blueprint: Blueprint) -> Callable[[Sequence[jax.Array], Sequence[int]], Scales]:
+    """A function of the weights (as `Blueprint.leaves`) and the token ids of a sample text; compiled once."""
     @jax.jit
     def largest(leaves: Sequence[jax.Array], tokens: jax.Array) -> Any:
         with jax.sharding.use_abstract_mesh(blueprint.mesh.abstract_mesh):
@@ -62,4 +60,4 @@ def find_scales(blueprint: Blueprint, leaves: Sequence[jax.Array],
             _, seen = merge(blueprint.graphdef, leaves)(tokens, positions, nothing, _Watched(positions))
         return jax.tree.map(lambda number: jnp.maximum(number, 1e-6) * (HEADROOM / 127), seen)
 
-    return list(largest(tuple(leaves), jnp.asarray(token_ids, jnp.int32)))
+    return lambda leaves, token_ids: largest(tuple(leaves), jnp.asarray(token_ids, jnp.int32))

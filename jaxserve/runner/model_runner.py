@@ -20,7 +20,7 @@ from jaxserve.runner.assembler import BatchAssembler
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.kv_cache import scaled
-from jaxserve.runner.kv_scales import find_scales
+from jaxserve.runner.kv_scales import scale_finder
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.step import StepOutputs, zeros_like
 from jaxserve.sampling import rows
@@ -46,12 +46,14 @@ class ModelRunner:
       blueprint: of the steps.
       params: dotted path -> array, sharded over the mesh.
       block_tables: the scheduler's, int32 [max_num_seqs, M].
+      sample_tokens: of a text that shows how large keys and values get, for an int8 cache.
       executables: where steps come from instead of the compiler; known to be for this blueprint.
     """
 
     def __init__(self, blueprint: Blueprint, params: Mapping[str, jax.Array], block_tables: np.ndarray,
-                 executables: Executables | None = None):
+                 executables: Executables | None = None, sample_tokens: Sequence[int] = (0,)):
         self._executables = executables
+        self._scales_of, self._sample_tokens = scale_finder(blueprint), sample_tokens
         self.blueprint = blueprint
         self.mesh, self.buckets = blueprint.mesh, blueprint.buckets
         self._leaves = tuple(params[path] for path in blueprint.params)
@@ -60,6 +62,7 @@ class ModelRunner:
         self._banned: dict[Request, set[int]] = {}
         self._state = zeros_like(blueprint.state)
         self.programs = Programs(self._make_program)
+        self.find_kv_scales()
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Sends a step to the device and returns at once; results come through the returned arrays."""
@@ -93,9 +96,11 @@ class ModelRunner:
         """Uses other weights from the next step on. Same paths, shapes, dtypes and shardings as the old ones."""
         self._leaves = tuple(params[path] for path in self.blueprint.params)
 
-    def set_kv_scales(self, token_ids: Sequence[int]) -> None:
-        """Finds the scales of an int8 cache on a sample text. Only while the cache is empty."""
-        scales = find_scales(self.blueprint, self._leaves, token_ids)
+    def find_kv_scales(self) -> None:
+        """Finds the scales of an int8 cache on the sample text. Only while the cache holds nothing of use."""
+        if not self.blueprint.cache.has_scales:
+            return
+        scales = self._scales_of(self._leaves, self._sample_tokens)
         self._state = replace(self._state, caches=scaled(self._state.caches, scales))
 
     def params(self) -> dict[str, jax.Array]:

@@ -42,18 +42,29 @@ class PrefixCache:
 
         With prompt log-probabilities nothing is found: every position has to be computed for them.
         """
-        if not self.enabled or request.params.prompt_logprobs is not None:
+        if not self._looks_up(request):
             return []
         names = self._names(request, request.num_tokens)
         return self._pool.find(names[: (request.num_tokens - 1) // self._block_size])
 
     def count(self, request: Request, num_cached: int) -> None:
-        """A request starts with so many tokens found. Those that come back after a preemption do not count."""
-        if request.num_preemptions:
+        """A request starts with so many tokens found. Those that come back after a preemption do not count, nor those
+        for which nothing is looked up."""
+        if request.num_preemptions or not self._looks_up(request):
             return
         self.stats.queries += request.num_tokens
         self.stats.hits += num_cached
         request.num_cached_tokens = num_cached
+
+    def uncount(self, request: Request) -> None:
+        """It did not start after all."""
+        if not request.num_preemptions and self._looks_up(request):
+            self.stats.queries -= request.num_tokens
+            self.stats.hits -= request.num_cached_tokens
+            request.num_cached_tokens = 0
+
+    def _looks_up(self, request: Request) -> bool:
+        return self.enabled and request.params.prompt_logprobs is None
 
     def publish(self, request: Request) -> list[int]:
         """Names the blocks that the request's computed and known tokens fill; returns those that were not before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 import numpy as np
@@ -28,6 +29,7 @@ class Scheduler:
     before it can be read.
 
     Attributes:
+      running: in order of their places, the first one first.
       block_tables: int32 [max_num_seqs, M], row = Request.slot: the blocks of each running request, in order.
     """
 
@@ -57,6 +59,11 @@ class Scheduler:
     def requests(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that may run besides those that do."""
+        return len(self._free_slots)
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked that it can fit: max_total_tokens - 1 <= capacity_tokens."""
@@ -95,7 +102,9 @@ class Scheduler:
         for chunk in reversed(plan.chunks):
             if not chunk.request.is_finished:
                 chunk.request.num_inflight -= chunk.samples
-                self._preempt(chunk.request)
+                if chunk.enters:
+                    self.prefixes.uncount(chunk.request)
+                self._requeue(chunk.request)
         plan.chunks, plan.published = [], []
 
     def recompute_all(self) -> None:
@@ -147,17 +156,22 @@ class Scheduler:
                 break
             if remaining <= 0 or request.status is not RequestStatus.RUNNING:
                 continue  # decodes, which have computed all they know
+            if self.policy.preempts:
+                budget = self._admit(plan, budget, ahead_of=request)
             num_tokens = min(remaining, budget)
-            if self._grow(request, request.num_computed_tokens + num_tokens, plan):
+            if num_tokens and self._grow(request, request.num_computed_tokens + num_tokens, plan):
                 self._add_chunk(plan, request, num_tokens)
                 budget -= num_tokens
         return budget
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Starts waiting requests, in order, while a slot, budget and blocks for the whole prompt are there."""
+    def _admit(self, plan: StepPlan, budget: int, ahead_of: Request | None = None) -> int:
+        """Starts waiting requests, in order, while a slot, budget and blocks for the whole prompt are there; only those
+        that come before `ahead_of`, if it is given. Returns what is left of the budget."""
         while budget > 0 and self._free_slots:
             request = self.waiting.first()
             if request is None or request.num_inflight:
+                break
+            if ahead_of is not None and self.waiting.place(request) > self.waiting.place(ahead_of):
                 break
             cached = self.prefixes.match(request)
             if self._missing_blocks(request, cached) > 0:
@@ -168,6 +182,7 @@ class Scheduler:
             self._grow(request, request.num_computed_tokens + num_tokens, plan)
             self._add_chunk(plan, request, num_tokens, enters=True)
             budget -= num_tokens
+        return budget
 
     def _missing_blocks(self, request: Request, cached: list[int]) -> int:
         """How many blocks more must be free before it can start; it would share those in `cached`."""
@@ -179,7 +194,7 @@ class Scheduler:
         request = self.waiting.first()
         while request is not None and not request.num_inflight and self.running and (
                 not self._free_slots or self._missing_blocks(request, self.prefixes.match(request)) > 0):
-            last = max(self.running, key=self.waiting.place)
+            last = self.running[-1]
             if self.waiting.place(last) < self.waiting.place(request):
                 return
             self._preempt(last)
@@ -189,7 +204,7 @@ class Scheduler:
         """Makes a waiting request a running one that holds these blocks, whose tokens need no computing."""
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        self.running.append(request)
+        bisect.insort(self.running, request, key=self.waiting.place)
         self.pool.share(cached)
         request.block_ids = cached
         self.block_tables[request.slot, : len(cached)] = cached
@@ -226,18 +241,21 @@ class Scheduler:
 
     def _victim(self, plan: StepPlan) -> Request | None:
         """The last running request, unless it is part of this very step already."""
-        victim = max(self.running, key=self.waiting.place)
+        victim = self.running[-1]
         planned = victim in plan.decodes or any(chunk.request is victim for chunk in plan.chunks)
         return None if planned else victim
 
     def _preempt(self, victim: Request) -> None:
-        self.running.remove(victim)
-        self._release(victim)
-        victim.status = RequestStatus.WAITING
-        victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.add(victim)
+        self._requeue(victim)
+
+    def _requeue(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        self.waiting.add(request)
 
     def _release(self, request: Request) -> None:
         self.pool.free(reversed(request.block_ids))  # of what is cached the end is evicted first

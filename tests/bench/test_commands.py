@@ -61,6 +61,6 @@ def test_kv_waste(run):
 
 
 def test_cold_start(run):
-    found = run(cold_start.main, "--max-tokens", "2", "--", "--max-model-len", "64", "--ignore-eos")["runs"]
+    found = run(cold_start.main, "--max-tokens", "2", "--", "--max-model-len", "64")["runs"]
     for (start,) in found.values():
         assert start["first_token_s"] > start["imports_s"] > 0

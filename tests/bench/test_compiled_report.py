@@ -80,7 +80,7 @@ def test_copies_of_the_cache_are_found(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["no-such-model"], "model='no-such-model'.*llama-3.1-8b"),
+        (["no-such-model"], "model='no-such-model'.*Llama-3.1-8B"),
         (["qwen3-8b", "--target", "h300"], "target='h300'.*rtx4090"),
         (["qwen3-8b", "--batch", "64", "--tokens", "63"], "tokens=63.*batch=64"),
         (["qwen3-8b", "--context", "9000"], "context=9000.*max_model_len=8192"),

@@ -267,7 +267,7 @@ def test_files(tmp_path):
     ("a.csv", "arrival_s,prompt_tokens,output_tokens\n", "at least one request"),
     ("a.jsonl", '{"arrival_s": 0, "prompt_tokens": 1.5, "output_tokens": 1}', "prompt_tokens of request 1=1.5"),
     ("a.jsonl", "[1, 2, 3]", "arrival_s of request 1=None"),
-    ("a.jsonl", "\n{", "line 2"),
+    ("a.jsonl", "\n{", "line 2 of trace"),
     ("a.txt", "", "a .jsonl file of objects"),
 ])
 def test_bad_files(tmp_path, name, text, message):

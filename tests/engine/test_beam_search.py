@@ -64,6 +64,24 @@ def test_bad_parameters(options, message) -> None:
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | options))
 
 
+def test_beams_end_where_the_context_does(tiny_llm: LLM) -> None:
+    """128 positions; the other prompt's beams go on."""
+    params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+    short, long = tiny_llm.beam_search([[5] * 10, list(range(3, 90)) + [5] * 38], params)
+    assert [len(beam.tokens) for beam in short.sequences] == [16, 16]
+    assert [len(beam.tokens) for beam in long.sequences] == [129, 129]
+    assert all(beam.finish_reason == "length" for beam in long.sequences)
+
+
+def test_a_salt_keeps_beams_apart(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), **TINY_OPTIONS) as llm:
+        prompt, params = list(range(3, 43)), BeamSearchParams(beam_width=1, max_tokens=1)
+        for asked, hits in ((prompt, 0), ({"prompt_token_ids": prompt, "cache_salt": "s"}, 0), (prompt, 36)):
+            before = llm.memory_report().prefix_hits
+            llm.beam_search([asked], params)
+            assert llm.memory_report().prefix_hits - before == hits
+
+
 def test_bad_prompts(tiny_llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     with pytest.raises(InvalidInputError, match=r"prompts\[1\]"):

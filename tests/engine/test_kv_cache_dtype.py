@@ -51,6 +51,21 @@ def test_scales_too_small_show(tiny_folder: Path, exact: np.ndarray, monkeypatch
     assert np.abs(prompt_logprobs(tiny_folder, kv_cache_dtype="int8") - exact).mean() > 0.2
 
 
+def test_new_weights_get_scales_of_their_own(tiny_folder: Path, exact: np.ndarray) -> None:
+    """The old ones were all nearly zero, and so were their keys and values."""
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
+    options: dict[str, Any] = dict(skip_tokenizer_init=True, kv_cache_dtype="int8", **TINY_OPTIONS)
+    with LLM(str(tiny_folder), **options) as llm:
+        weights = {path: np.asarray(array) for path, array in llm._engine.runner.params().items()}
+        llm.update_weights({path: array / 50 if ".qkv." in path else array for path, array in weights.items()})
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.update_weights(weights)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    found = [next(iter(entry.values())).logprob for output in outputs
+             for entry in (output.prompt_logprobs or [])[1:] if entry]
+    assert np.abs(np.array(found) - exact).mean() < 0.05
+
+
 def test_memory_buys_four_times_the_blocks(tiny_folder: Path) -> None:
     memory = TINY_OPTIONS | dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=1 << 15)
     counts = {}

@@ -78,8 +78,10 @@ def test_the_caller_learns_what_was_cached(tiny_folder: Path) -> None:
             prompt, prompt, {"prompt_token_ids": prompt, "cache_salt": "mine"},
             {"prompt_token_ids": prompt, "cache_salt": "mine"})]
         assert counts == [0, 16, 0, 16]
-        with pytest.raises(InvalidInputError, match="cache_salt=3"):
-            llm.generate({"prompt_token_ids": prompt, "cache_salt": 3}, once)
+        for salt in (3, "", "\ud800"):
+            with pytest.raises(InvalidInputError, match="cache_salt="):
+                llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, once)
+        assert llm.generate([prompt], once, use_tqdm=False)[0].num_cached_tokens == 16
 
 
 def test_new_weights_drop_what_the_old_ones_computed(tiny_folder: Path) -> None:

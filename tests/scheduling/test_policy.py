@@ -83,6 +83,33 @@ def test_an_urgent_request_starts_in_the_next_step_though_all_is_taken() -> None
         assert urgent.num_preemptions == 0 and len(urgent.output_token_ids) == 4
 
 
+def test_an_urgent_request_goes_ahead_of_a_long_prompt() -> None:
+    """There are slots and blocks enough; the long prompt would take the whole budget for many steps."""
+    scheduler, device = small(num_blocks=200, max_blocks_per_seq=64, max_num_seqs=4)
+    scheduler.add(request("long", prompt=200, priority=5))
+    device.step()
+    device.step()
+    urgent = request("urgent", prompt=8, priority=-5)
+    scheduler.add(urgent)
+    plan = device.step()
+    assert [chunk.request.request_id for chunk in plan.chunks] == ["urgent", "long"]
+    assert plan.chunks[0].samples and plan.num_tokens == 16
+
+
+def test_a_running_request_is_not_held_up_by_one_behind_it() -> None:
+    """The low one came first and decodes; the high one needs its blocks."""
+    scheduler, device = small(num_blocks=9, max_num_seqs=2)
+    scheduler.add(request("low", prompt=8, new=20, priority=5))
+    device.step()
+    high = request("high", prompt=8, new=20, priority=0)
+    scheduler.add(high)
+    device.step()
+    while high.status is not RequestStatus.FINISHED:
+        plan = device.step()
+        assert high in plan.rows() or high.num_tokens + high.num_inflight >= high.max_total_tokens
+    assert high.num_preemptions == 0
+
+
 def test_who_makes_room_is_the_last_in_rank() -> None:
     scheduler, device = small()
     middle, last = request("middle", priority=2), request("last", priority=3)

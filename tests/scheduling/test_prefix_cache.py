@@ -136,7 +136,8 @@ def test_a_plan_that_loses_a_chunk_computes_all_of_them_again() -> None:
     scheduler.finish(first)
     scheduler.revise(plan)
     assert plan.is_empty and scheduler.pool.num_cached == 0 and scheduler.pool.num_used == 0
-    assert second.num_inflight == 0
+    assert second.num_inflight == 0 and second.num_cached_tokens == second.num_preemptions == 0
+    assert (scheduler.prefixes.stats.queries, scheduler.prefixes.stats.hits) == (9, 0)
     scheduler.check_integrity()
     chunks = []
     while scheduler.has_requests:
