@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class Job:
         flags = os.environ.get("XLA_FLAGS", "")
         if self.target == "cpu" and self.tensor_parallel_size > 1:
             flags += f" --xla_force_host_platform_device_count={self.tensor_parallel_size}"
-        return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags}
+        return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": flags}
 
     @property
     def num_workers(self) -> int:
@@ -90,6 +91,7 @@ def _build(job: Job, folder: Path, on_start: Callable[[int, int], None],
     from loky import ProcessPoolExecutor  # its processes do not import the caller's __main__
 
     check_folder(folder)
+    warnings.filterwarnings("ignore", "A worker was restarted", module="loky")  # compilers do keep memory
     with ProcessPoolExecutor(job.num_workers, env=job.environment) as pool:
         try:
             made_for = pool.submit(describe, job).result()

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import InvalidInputError, OutOfMemoryError
 from jaxserve.fingerprint import compiler_versions, digest, sources, step_sources
 
-WORKER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+WORKER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 """Of processes that compile for GPUs: JAX's CUDA plugin would look for some otherwise."""
 
 
