@@ -161,12 +161,10 @@ def _with_executables(config: EngineConfig, model: ModelConfig,
         executables = Executables(config.executables)
         try:
             as_there = executables.take_over(config).resolve(model, platform)
-            steps = _with_cache(blueprint(model, as_there, mesh))
-            why_not = executables.why_not(steps)
+            why_not = executables.why_not(_with_cache(blueprint(model, as_there, mesh)))
         except InvalidInputError as error:
             why_not = f"with its options {error}"
         if why_not is None:
-            executables.prefetch(steps)
             return as_there, executables
         logger.warning("executables in %s are not used, steps are compiled as usual: %s", executables.folder, why_not)
     return config.resolve(model, platform), None

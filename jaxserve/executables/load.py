@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from pallas_kernels.dispatch import target_of
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PROMPT_TOKENS = 64
-"""As long as a question in a chat template is, about."""
-
 _TAKEN_OVER = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -42,7 +38,6 @@ class Executables:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).expanduser()
         self.manifest: Manifest = read_manifest(self.folder)
-        self._early: dict[Bucket, Future[jax.stages.Compiled]] = {}
 
     def take_over(self, config: EngineConfig) -> EngineConfig:
         """The options with those that nobody gave as they were when the programs were compiled.
@@ -76,21 +71,7 @@ class Executables:
         pool = device.memory_stats()["bytes_limit"]
         return f"they need {needed} bytes of the device, JAX may use {pool}" if needed > pool else None
 
-    def prefetch(self, blueprint: Blueprint) -> None:
-        """Begins to load what a first short prompt needs, while the weights are still being read."""
-        buckets = blueprint.buckets
-        prompt = buckets.for_mixed(min(_FIRST_PROMPT_TOKENS, buckets.mixed[-1].num_tokens))
-        pool = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-prefetch")  # the other cores read the weights
-        for bucket in (prompt, buckets.for_decode(1)):
-            self._early[bucket] = pool.submit(self._load, bucket, blueprint)
-        pool.shutdown(wait=False)
-
     def load(self, bucket: Bucket, blueprint: Blueprint) -> jax.stages.Compiled:
-        """A program, ready to run on the blueprint's mesh; see `_load`."""
-        early = self._early.pop(bucket, None)
-        return self._load(bucket, blueprint) if early is None else early.result()
-
-    def _load(self, bucket: Bucket, blueprint: Blueprint) -> jax.stages.Compiled:
         """A program, ready to run on the blueprint's mesh.
 
         Raises:
