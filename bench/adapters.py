@@ -12,7 +12,6 @@ from convert.packaged import packaged_smollm2
 from convert.source import Source, TensorSource, open_source
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.request import RequestOutputKind
-from jaxserve.runner.kv_cache import cache_spec
 
 Prompts = Sequence[list[int]]
 
@@ -63,12 +62,9 @@ class Jaxserve:
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights and of the KV cache."""
-        serving = self.llm._serving
-        spec = cache_spec(serving.model, num_blocks=serving.engine.scheduler.pool.num_blocks,
-                          block_size=serving.config.block_size, dtype=serving.config.dtype,
-                          tensor_parallel_size=serving.engine.runner.mesh.size)
-        return {"weights": sum(array.nbytes for array in serving.engine.runner.params().values()),
-                "kv_cache": spec.num_bytes}
+        runner = self.llm._serving.engine.runner
+        return {"weights": sum(array.nbytes for array in runner.params().values()),
+                "kv_cache": runner.blueprint.cache.num_bytes}
 
     def close(self) -> None:
         self.llm.close()

@@ -15,6 +15,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.models.params import abstract_params
 from jaxserve.request import MAX_LOGPROBS, RequestOutput, SamplingParams
+from jaxserve.runner.blueprint import blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.sharding import make_mesh
 from jaxserve.runner.step import DeviceState, StepOutputs
@@ -43,7 +44,7 @@ class StubServing:
         config = engine_config(**options).resolve(tiny, "cpu")
         mesh = make_mesh(MeshConfig())
         params = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in abstract_params(tiny).items()}
-        self.engine: Engine = make_engine(config, tiny, params, mesh, self.tokenizer)
+        self.engine: Engine = make_engine(blueprint(tiny, config, mesh), params, self.tokenizer)
         self.engine.runner.programs.close()
         self.engine.runner.programs = _Programs(self.tokenizer, uniform)  # type: ignore[assignment]
         assert config.max_model_len is not None

@@ -96,23 +96,21 @@ def beam_search(prompts: Sequence[tuple[Sequence[int], str | None]], params: Bea
                                detokenize=False)
     searches = [_Search(len(prompt), salt, [BeamSearchSequence(list(prompt))]) for prompt, salt in prompts]
     for step in range(params.max_tokens):
-        beams = [(search, beam) for search in searches for beam in search.live]
+        beams = [{"prompt_token_ids": beam.tokens, "cache_salt": search.cache_salt}
+                 for search in searches for beam in search.live]
         if not beams:
             break
-        outputs = generate([{"prompt_token_ids": beam.tokens, "cache_salt": search.cache_salt}
-                            for search, beam in beams], one_token)
-        grown: dict[int, list[BeamSearchSequence]] = {id(search): [] for search in searches}
-        for (search, beam), output in zip(beams, outputs, strict=True):
-            if output.error is not None:
-                raise output.error
-            grown[id(search)] += _continuations(beam, output)
+        outputs = iter(generate(beams, one_token))
         for search in searches:
+            grown = [longer for beam in search.live for longer in _continuations(beam, next(outputs))]
             is_last = step + 1 == params.max_tokens or search.num_prompt_tokens + step + 1 > max_tokens
-            _keep_best(search, grown[id(search)], params, frozenset() if params.ignore_eos else stop_ids, is_last)
+            _keep_best(search, grown, params, frozenset() if params.ignore_eos else stop_ids, is_last)
     return [_result(search, params, stop_ids, decode) for search in searches]
 
 
 def _continuations(beam: BeamSearchSequence, output: RequestOutput) -> list[BeamSearchSequence]:
+    if output.error is not None:
+        raise output.error
     position, = output.outputs[0].logprobs or [{}]
     return [replace(beam, tokens=[*beam.tokens, token], logprobs=[*beam.logprobs, position],
                     cum_logprob=beam.cum_logprob + entry.logprob) for token, entry in position.items()]

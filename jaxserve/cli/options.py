@@ -29,8 +29,8 @@ def _sampling(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What decides an engine's programs; see `EngineConfig`."""
+class StepOptions:
+    """What decides the shape of an engine's steps; see `EngineConfig`."""
 
     dtype: Annotated[str | None, _engine("auto, float32, bfloat16 or float16.")] = None
     max_model_len: Annotated[int | None, _engine("Most tokens of a sequence.")] = None
@@ -38,7 +38,6 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int | None, _engine("Tokens of a step.")] = None
     block_size: Annotated[int | None, _engine("Tokens of a KV block.")] = None
     kv_cache_dtype: Annotated[str | None, _engine("auto (as dtype), fp8 or int8.")] = None
-    kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache per device, in bytes.")] = None
     gpu_memory_utilization: Annotated[float | None, _engine(
         "Share of a GPU's memory to use, unless --kv-cache-memory-bytes is given.")] = None
     tensor_parallel_size: Annotated[int | None, _engine("Devices over which the model is split.")] = None
@@ -46,6 +45,13 @@ class EngineOptions:
     def arguments(self) -> dict[str, Any]:
         """Those that were given, as keyword arguments of `LLM` and `AsyncLLM`."""
         return _given(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(StepOptions):
+    """What decides an engine's programs."""
+
+    kv_cache_memory_bytes: Annotated[int | None, _engine("KV cache per device, in bytes.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,26 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What of the engine's options decides its memory; see `EngineConfig`."""
-
-    tensor_parallel_size: Annotated[int, typer.Option(metavar="N", help="Cards over which the model is split.")] = 1
-    quantization: Annotated[str | None, typer.Option(
-        help="Of the weights: gptq, awq, int4 or fp8. Default: as the checkpoint has them.")] = None
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (as the weights), fp8 or int8.")] = "auto"
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16, float16 or float32.")] = "auto"
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a sequence. Default: the model's.")] = None
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once. Default: 256.")] = None
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step. Default: 8192.")] = None
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a card's memory to use.")] = 0.9
+from jaxserve.cli.options import StepOptions
 
 
 def plan(
@@ -33,8 +18,10 @@ def plan(
         help="A checkpoint, a config.json, or a well-known model's name, such as Llama-3.1-8B.")],
     *,
     target: Annotated[str, typer.Option(help="a100, a10g, l4, rtx4090, h100, h200, b200, or all to rank them.")],
+    quantization: Annotated[str | None, typer.Option(
+        help="Of the weights: gptq, awq, int4 or fp8. Default: as the checkpoint has them.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    options: PlanOptions,
+    options: StepOptions,
 ) -> None:
     """Tell whether a model fits on a card, with how much room, and how fast it can be at best.
 
@@ -49,7 +36,7 @@ def plan(
     from jaxserve.planning.show import show_plan, show_ranking
     from jaxserve.targets.target import TARGETS
 
-    given: dict[str, Any] = asdict(options)
+    given = options.arguments() | {"quantization": quantization}
     console = Console(highlight=False)
     if target.lower() == "all":
         with _progress(len(TARGETS), "compiling for every card") as on_done:

@@ -110,12 +110,13 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     compat.reserve_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
-    config, executables = _with_executables(config, model_config, mesh)
+    steps, executables = _steps(config, model_config, mesh)
+    config = steps.config
     compat.use_compilation_cache(config.compilation_cache_dir, device.platform)
     params = _load(source, model_config, config, mesh)
     text = None if skip_tokenizer_init else _tokenizer(source, tokenizer)
     logger.info("loaded %s in %.1f s", source.name, time.monotonic() - start)
-    engine = make_engine(config, model_config, params, mesh, text, executables)
+    engine = make_engine(steps, params, text, executables)
     assert config.max_model_len is not None
     inputs = InputProcessor(text, vocab_size=model_config.vocab_size, max_model_len=config.max_model_len,
                             capacity_tokens=engine.scheduler.capacity_tokens, seed=config.seed,
@@ -123,18 +124,23 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     return Serving(engine, inputs, text, model_config, config, _default_sampling(source.generation_config))
 
 
-def make_engine(config: EngineConfig, model: ModelConfig, params: Mapping[str, jax.Array], mesh: jax.sharding.Mesh,
-                tokenizer: Tokenizer | None, executables: Executables | None = None) -> Engine:
-    """An engine for parameters that are on the mesh already."""
+def make_engine(steps: Blueprint, params: Mapping[str, jax.Array], tokenizer: Tokenizer | None,
+                executables: Executables | None = None) -> Engine:
+    """An engine for parameters that are on the mesh already.
+
+    Args:
+      steps: with any number of KV blocks.
+      executables: for these steps.
+    """
+    steps, config = _with_cache(steps), steps.config
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len, "config is not resolved"
-    steps = _with_cache(blueprint(model, config, mesh))
+    sample = _sample_tokens(tokenizer, steps) if steps.cache.has_scales else []
     scheduler = Scheduler(num_blocks=steps.cache.num_blocks, block_size=config.block_size,
                           max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                           max_blocks_per_seq=blocks_per_seq(config),
                           enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
                           priority_weights=config.priority_weights)
-    runner = ModelRunner(steps, params, scheduler.block_tables, executables,
-                         _sample_tokens(tokenizer, model.vocab_size, config.max_model_len))
+    runner = ModelRunner(steps, params, scheduler.block_tables, executables, sample)
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling,
                   max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s)
 
@@ -146,28 +152,31 @@ def _with_cache(steps: Blueprint) -> Blueprint:
         weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps)))
 
 
-def _sample_tokens(tokenizer: Tokenizer | None, vocab_size: int, most: int) -> list[int]:
+def _sample_tokens(tokenizer: Tokenizer | None, steps: Blueprint) -> list[int]:
     """Of a text with something of everything; without a tokenizer ids from all over the vocabulary."""
+    vocab_size, most = steps.model.vocab_size, steps.config.max_model_len
+    assert most is not None
     if tokenizer is None:
         return list(range(0, vocab_size, -(-vocab_size // min(256, most))))
     return tokenizer.encode(SAMPLE_TEXT)[:most]
 
 
-def _with_executables(config: EngineConfig, model: ModelConfig,
-                      mesh: jax.sharding.Mesh) -> tuple[EngineConfig, Executables | None]:
-    """The resolved options, and the executables that were asked for if they are for just this engine."""
+def _steps(config: EngineConfig, model: ModelConfig,
+           mesh: jax.sharding.Mesh) -> tuple[Blueprint, Executables | None]:
+    """The engine's steps with resolved options, and the executables that were asked for if they are for just these."""
     platform = mesh.devices.flat[0].platform
     if config.executables is not None:
         executables = Executables(config.executables)
         try:
             as_there = executables.take_over(config).resolve(model, platform)
-            why_not = executables.why_not(_with_cache(blueprint(model, as_there, mesh)))
+            steps = _with_cache(blueprint(model, as_there, mesh))
+            why_not = executables.why_not(steps)
         except InvalidInputError as error:
             why_not = f"with its options {error}"
         if why_not is None:
-            return as_there, executables
+            return steps, executables
         logger.warning("executables in %s are not used, steps are compiled as usual: %s", executables.folder, why_not)
-    return config.resolve(model, platform), None
+    return blueprint(model, config.resolve(model, platform), mesh), None
 
 
 def _load(source: Source, model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

@@ -16,7 +16,9 @@ from typing import Any
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import CompilerError, ExecutablesError
-from jaxserve.executables.manifest import MANIFEST, Entry, Manifest, differences, read_manifest, sha256_of
+from jaxserve.executables.manifest import MANIFEST, Entry, Manifest, differences, file_name, read_manifest, sha256_of
+from jaxserve.files import write_whole
+from jaxserve.planning.measure import WORKER_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Job:
         flags = os.environ.get("XLA_FLAGS", "")
         if self.target == "cpu" and self.tensor_parallel_size > 1:
             flags += f" --xla_force_host_platform_device_count={self.tensor_parallel_size}"
-        return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": flags}
+        return {**WORKER_ENVIRONMENT, "XLA_FLAGS": flags}
 
     @property
     def num_workers(self) -> int:
@@ -131,7 +133,6 @@ def compile_program(job: Job, name: str, folder: Path) -> Entry:
     from jax.experimental import serialize_executable
 
     from jaxserve.compat import return_freed_memory
-    from jaxserve.executables.load import file_name
     from jaxserve.runner.memory import temp_bytes
 
     start = time.monotonic()
@@ -139,10 +140,7 @@ def compile_program(job: Job, name: str, folder: Path) -> Entry:
     bucket = next(bucket for bucket in blueprint.buckets.all() if bucket.name == name)
     compiled = _compile(job, blueprint, bucket)
     content, _, _ = serialize_executable.serialize(compiled)
-    file = folder / file_name(bucket)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(file)
+    write_whole(folder / file_name(name), content)
     used = temp_bytes(compiled)
     del compiled
     return_freed_memory()
@@ -190,13 +188,13 @@ def _earlier(folder: Path, made_for: dict[str, Any], compiler_options: dict[str,
         logger.warning("all programs in %s are made anew: %s", folder, "; ".join(found))
         return fresh
     kept = {name: entry for name, entry in earlier.programs.items()
-            if name in made_for["buckets"] and _is_whole(folder / f"{name}.executable", entry)}
+            if name in made_for["buckets"] and _is_whole(folder / file_name(name), entry)}
     return replace(earlier, fingerprint=made_for, programs=kept)
 
 
 def _remove_others(folder: Path, names: list[str]) -> None:
     """Programs of other options, and what a killed process left half written."""
-    wanted = {MANIFEST, *(f"{name}.executable" for name in names)}
+    wanted = {MANIFEST, *(file_name(name) for name in names)}
     for file in folder.iterdir():
         if file.name not in wanted and file.is_file() and re.fullmatch(r"(decode|mixed)-\d+\.\w+", file.name):
             file.unlink()

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig, MeshConfig, ModelConfig
+from jaxserve.config import EngineConfig, MeshConfig, ModelConfig
 from jaxserve.errors import InvalidInputError, OutOfMemoryError
 from jaxserve.executables.build import LOCAL, Job
 from jaxserve.planning.known import read_model
+from jaxserve.planning.measure import Request
 from jaxserve.planning.planner import plan_of
-from jaxserve.runner.capacity import num_blocks_in
+from jaxserve.runner.capacity import num_blocks_in, stated_cache_bytes
 from jaxserve.targets.target import TARGETS
 
 logger = logging.getLogger(__name__)
@@ -64,17 +65,17 @@ def _platform(target: str) -> str:
 def _num_blocks(model: ModelConfig, config: EngineConfig, target: str, platform: str, ranks: int) -> int:
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    if platform == "cpu" or config.kv_cache_memory_bytes is not None:
+    if (stated := stated_cache_bytes(config, platform)) is not None:
         from jaxserve.runner.kv_cache import block_bytes, cache_dtype, cache_spec
 
         spec = cache_spec(model, num_blocks=2, block_size=config.block_size, tensor_parallel_size=ranks,
                           dtype=cache_dtype(config))
-        available = config.kv_cache_memory_bytes or DEFAULT_CPU_KV_CACHE_BYTES
+        available, _ = stated
         num_blocks = num_blocks_in(available, block_bytes(spec) // ranks, config)
     elif target == LOCAL:
         raise InvalidInputError("kv_cache_memory_bytes", None, "a number of bytes, with target=local on a GPU")
     else:
-        found = plan_of(model, config, target, ranks)
+        found = plan_of(Request(model, config, target, ranks))
         available = found.cache_room_bytes - int(_SLACK * found.target.memory_bytes)
         num_blocks = num_blocks_in(available, found.step.block, config)
     if num_blocks < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from jax.experimental import serialize_executable
 from jaxserve.compat import processor_fingerprint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ExecutablesError
-from jaxserve.executables.manifest import Manifest, differences, fingerprint, read_manifest, sha256_of
+from jaxserve.executables.manifest import Manifest, differences, file_name, fingerprint, read_manifest, sha256_of
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.memory import shard_bytes
 from jaxserve.runner.sharding import TENSOR
 from pallas_kernels.dispatch import target_of
-
-logger = logging.getLogger(__name__)
 
 _TAKEN_OVER = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
@@ -78,7 +75,7 @@ class Executables:
           ExecutablesError: its file is not the one that was compiled; it has not been looked into.
         """
         entry = self.manifest.programs[bucket.name]
-        file = self.folder / file_name(bucket)
+        file = self.folder / file_name(bucket.name)
         try:
             content = file.read_bytes()
         except OSError as error:
@@ -99,10 +96,6 @@ class Executables:
 
 def _shapes(arguments: Any) -> list[tuple[tuple[int, ...], Any]]:
     return [(tuple(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(arguments)]
-
-
-def file_name(bucket: Bucket) -> str:
-    return f"{bucket.name}.executable"
 
 
 def fingerprint_of(blueprint: Blueprint, device_name: str | None = None) -> dict[str, Any]:

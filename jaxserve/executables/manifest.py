@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ExecutablesError
+from jaxserve.files import write_whole
 from jaxserve.fingerprint import compiler_versions, step_sources
 
 MANIFEST = "manifest.json"
@@ -54,10 +54,8 @@ class Manifest:
         return self.fingerprint["options"]
 
     def write(self, folder: Path) -> None:
-        """Atomically: a reader finds the old manifest or the new one."""
-        partial = folder / f"{MANIFEST}.{os.getpid()}"
-        partial.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
-        partial.replace(folder / MANIFEST)
+        """Atomically."""
+        write_whole(folder / MANIFEST, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -137,6 +135,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     if missing and not found:
         found.append(f"no program for {', '.join(missing)}")
     return found
+
+
+def file_name(program: str) -> str:
+    """Of a program in its folder."""
+    return f"{program}.executable"
 
 
 def sha256_of(content: bytes) -> str:

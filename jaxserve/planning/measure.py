@@ -12,7 +12,9 @@ from pathlib import Path
 
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import InvalidInputError, OutOfMemoryError
+from jaxserve.files import write_whole
 from jaxserve.fingerprint import compiler_versions, digest, sources, step_sources
+from jaxserve.targets.target import get_target
 
 WORKER_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 """Of processes that compile for GPUs: JAX's CUDA plugin would look for some otherwise."""
@@ -40,8 +42,8 @@ class Request:
         """The same for everything that would be measured the same."""
         options = {**asdict(self.config), "mesh": self.tensor_parallel_size}
         model = {**asdict(self.model), "hf_config": None}
-        return digest([model, options, self.target, _target_text(self.target), step_sources(), sources(_MEASURING),
-                       compiler_versions()])
+        return digest([model, options, self.target, get_target(self.target).config_text, step_sources(),
+                       sources(_MEASURING), compiler_versions()])
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,6 @@ def measure(request: Request) -> StepBytes:
     from jaxserve.runner.blueprint import blueprint
     from jaxserve.runner.kv_cache import block_bytes
     from jaxserve.runner.memory import param_bytes, state_bytes, temp_bytes
-    from jaxserve.targets import get_target
     from jaxserve.targets.compiling import compile_lowered, lowering_for
 
     model, config, ranks = request.model, request.config, request.tensor_parallel_size
@@ -127,12 +128,6 @@ def shallow(model: ModelConfig) -> ModelConfig:
     return replace(model, num_layers=len(windows), layer_windows=tuple(windows))
 
 
-def _target_text(name: str) -> str:
-    from jaxserve.targets.target import get_target
-
-    return get_target(name).config_text
-
-
 def _cache_file(request: Request) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxserve" / "plan" / f"{request.key}.json"
@@ -149,8 +144,6 @@ def _write_cached(request: Request, found: StepBytes) -> None:
     file = _cache_file(request)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, json.dumps(asdict(found)).encode())
     except OSError:
         return  # it will be measured again

@@ -178,15 +178,12 @@ def plan(
     """
     request = _request(read_model(model, quantization), target, tensor_parallel_size,
                        _config(kv_cache_dtype=kv_cache_dtype, **options))
-    found, = _plans([request], on_done)
-    if isinstance(found, Refused):
-        raise CompilerError(found.reason)
-    return found
+    return plan_of(request, on_done)
 
 
-def plan_of(model: ModelConfig, config: EngineConfig, target: str, tensor_parallel_size: int) -> Plan:
+def plan_of(request: Request, on_done: Callable[[], None] = lambda: None) -> Plan:
     """`plan`, for options that are resolved; raises as it does."""
-    found, = _plans([Request(model, config, target, tensor_parallel_size)], lambda: None)
+    found, = _plans([request], on_done)
     if isinstance(found, Refused):
         raise CompilerError(found.reason)
     return found

@@ -78,14 +78,18 @@ def blueprint(model: ModelConfig, config: EngineConfig, mesh: Mesh, num_blocks: 
     graphdef, _, paths = split(made())
     specs = abstract_params(model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype))
     params = {path: specs[path] for path in paths}
-    leaves = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(mesh, spec.shape, spec.axes))
-                   for spec in params.values())
+    leaves = tuple(abstract_array(spec, mesh) for spec in params.values())
     buckets = Buckets(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                       query_tile=QUERY_TILE, platform=mesh.devices.flat[0].platform)
     cache = cache_spec(model, num_blocks=num_blocks, block_size=config.block_size,
                        tensor_parallel_size=mesh.shape[TENSOR], dtype=cache_dtype(config))
     state = abstract_state(cache, config.max_num_seqs, model.vocab_size, mesh)
     return Blueprint(model, config, mesh, cache, params, graphdef, leaves, state, buckets)
+
+
+def abstract_array(spec: ParamSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A parameter as it lies on the mesh."""
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(mesh, spec.shape, spec.axes))
 
 
 def with_blocks(made: Blueprint, num_blocks: int) -> Blueprint:

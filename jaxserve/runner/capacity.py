@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
 
 
 def blocks_of(num_tokens: int, block_size: int) -> int:
@@ -14,6 +14,13 @@ def useful_blocks(config: EngineConfig) -> int:
     """More blocks than these can never be in use; the null block is one of them."""
     assert config.max_num_seqs and config.max_model_len, "config is not resolved"
     return config.max_num_seqs * blocks_of(config.max_model_len, config.block_size) + 1
+
+
+def stated_cache_bytes(config: EngineConfig, platform: str) -> tuple[int, str] | None:
+    """Bytes per device for the cache where they are not what other things leave, and what says so."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    return (DEFAULT_CPU_KV_CACHE_BYTES, "the CPU's default KV cache") if platform == "cpu" else None
 
 
 def num_blocks_in(available_bytes: int, block_bytes: int, config: EngineConfig) -> int:

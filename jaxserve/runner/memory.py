@@ -10,13 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.compat import gpu_memory_fraction
-from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.errors import OutOfMemoryError
 from jaxserve.models.params import ParamSpec
-from jaxserve.runner.blueprint import Blueprint, with_blocks
-from jaxserve.runner.capacity import num_blocks_in
+from jaxserve.runner.blueprint import Blueprint, abstract_array, with_blocks
+from jaxserve.runner.capacity import num_blocks_in, stated_cache_bytes
 from jaxserve.runner.kv_cache import CacheSpec, block_bytes
-from jaxserve.runner.sharding import param_sharding
 
 
 def shard_bytes(leaves: Any) -> int:
@@ -26,8 +25,7 @@ def shard_bytes(leaves: Any) -> int:
 
 def param_bytes(params: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, int]:
     """Per device, of each parameter."""
-    return {path: prod(param_sharding(mesh, spec.shape, spec.axes).shard_shape(spec.shape)) * spec.dtype.itemsize
-            for path, spec in params.items()}
+    return {path: shard_bytes(abstract_array(spec, mesh)) for path, spec in params.items()}
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
@@ -75,10 +73,8 @@ def num_kv_blocks(config: EngineConfig, spec: CacheSpec, device: jax.Device, *, 
 def _available_bytes(config: EngineConfig, device: jax.Device, weight_bytes: int,
                      working_bytes: Callable[[], int]) -> tuple[int, str]:
     """Bytes per device for the cache, and the option that says so."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
-    if device.platform == "cpu":
-        return DEFAULT_CPU_KV_CACHE_BYTES, "the CPU's default KV cache"
+    if (stated := stated_cache_bytes(config, device.platform)) is not None:
+        return stated
     pool = device.memory_stats()["bytes_limit"]
     total = int(pool / gpu_memory_fraction())
     budget = min(int(total * config.gpu_memory_utilization), pool)

@@ -51,7 +51,7 @@ class ModelRunner:
     """
 
     def __init__(self, blueprint: Blueprint, params: Mapping[str, jax.Array], block_tables: np.ndarray,
-                 executables: Executables | None = None, sample_tokens: Sequence[int] = (0,)):
+                 executables: Executables | None = None, sample_tokens: Sequence[int] = ()):
         self._executables = executables
         self._scales_of, self._sample_tokens = scale_finder(blueprint), sample_tokens
         self.blueprint = blueprint
