@@ -1,5 +1,5 @@
 """What sharing prefixes saves: the same requests, all beginning with the same tokens, with prefix caching and without,
-in one run. Seconds, prompt tokens computed, and the most KV blocks held at once; the tokens generated must agree."""
+in one run. Seconds, prompt tokens computed, and the most KV memory held at once; the tokens generated must agree."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from bench import report
 from jaxserve import LLM, SamplingParams
+from jaxserve.runner.kv_cache import block_bytes
 from jaxserve.scheduling.plan import StepPlan
 
 
@@ -21,6 +22,7 @@ class Used:
     seconds: float = 0.0
     prompt_tokens: int = 0
     peak_blocks: int = 0
+    peak_kv_megabytes: float = 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -33,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if not found:
                 prefix = _tokens(draw, args.prefix_tokens, vocab_size)
                 prompts = [prefix + _tokens(draw, args.own_tokens, vocab_size) for _ in range(args.num_requests)]
-            # Compiles what the run will need, with prompts that share nothing with it.
-            warm_up = [_tokens(draw, len(prompts[0]), vocab_size) for _ in range(40)]
-            _serve(llm, warm_up, args.new_tokens)
+            llm.warmup()
             found[caching] = _serve(llm, prompts, args.new_tokens)
     if found[True][1] != found[False][1]:
         raise SystemExit("the tokens differ")
@@ -52,7 +52,7 @@ def _arguments(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--num-requests", type=int, default=100)
     parser.add_argument("--prefix-tokens", type=int, default=512)
     parser.add_argument("--own-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=4)
     return parser.parse_args(argv)
 
 
@@ -75,6 +75,7 @@ def _serve(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[Used, l
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     used.seconds = time.monotonic() - start
+    used.peak_kv_megabytes = used.peak_blocks * block_bytes(llm._engine.runner.blueprint.cache) / 1e6
     scheduler.schedule = schedule  # type: ignore[method-assign]
     return used, [output.outputs[0].token_ids for output in outputs]
 

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from jaxserve.request import RequestOutput as RequestOutput
     from jaxserve.request import RequestOutputKind as RequestOutputKind
     from jaxserve.request import SamplingParams as SamplingParams
+    from jaxserve.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxserve.llm", "generate": "jaxserve.llm", "AsyncLLM": "jaxserve.engine.async_llm",
     "BeamSearchParams": "jaxserve.beam_search", "SamplingParams": "jaxserve.request",
+    "StructuredOutputsParams": "jaxserve.structured_outputs",
     "RequestOutput": "jaxserve.request", "CompletionOutput": "jaxserve.request",
     "RequestOutputKind": "jaxserve.request", "MeshConfig": "jaxserve.config",
     "EngineConfig": "jaxserve.config", "plan": "jaxserve.planning.planner",

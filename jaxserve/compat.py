@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import serialize_executable
+from jax.tree_util import PyTreeDef
 
 
 def use_compilation_cache(directory: str | None, device_platform: str) -> None:
@@ -49,9 +54,16 @@ def gpu_memory_fraction() -> float:
 
 def return_freed_memory() -> None:
     """Gives back to the system what the C library keeps after a compile, hundreds of MB, where it has a call for it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    _call_c_library("malloc_trim", 0)
+
+
+_M_MXFAST = 1  # of malloc.h
+
+
+def _call_c_library(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function(*arguments)
 
 
 def processor_fingerprint() -> str:
@@ -61,3 +73,26 @@ def processor_fingerprint() -> str:
     except (OSError, StopIteration):
         flags = platform.processor()
     return hashlib.sha256(flags.encode()).hexdigest()[:12]
+
+
+class Loaded(NamedTuple):
+    """A program of `serialize_executable.serialize`, in memory, before it is known what trees its arguments form."""
+
+    executable: Any
+    args_info: list[Any]
+    no_kwargs: bool
+
+    def compiled(self, in_tree: PyTreeDef, out_tree: PyTreeDef) -> jax.stages.Compiled:
+        return jax.stages.Compiled(self.executable, [], in_tree.unflatten(self.args_info), out_tree,
+                                   no_kwargs=self.no_kwargs)
+
+
+def load_program(content: bytes, devices: Sequence[jax.Device]) -> Loaded:
+    """`serialize_executable.deserialize_and_load`, in two steps; that one wants to know the trees first. It runs code
+    from `content`."""
+    # Loading frees large and small pieces by the thousand. At every large one glibc merges the small ones, a sixth of
+    # the time, unless it does so with each at once.
+    _call_c_library("mallopt", _M_MXFAST, 0)
+    unpickler = serialize_executable._JaxPjrtUnpickler(io.BytesIO(content), devices[0].client, list(devices))
+    unloaded, args_info, no_kwargs = unpickler.load()
+    return Loaded(unloaded.load(), args_info, no_kwargs)

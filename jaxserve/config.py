@@ -9,6 +9,8 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from jaxserve.errors import InvalidInputError, UnsupportedModelError
+from jaxserve.scheduling.host_tier import PreemptionMode
+from jaxserve.scheduling.ngram import SpeculativeConfig
 from jaxserve.scheduling.policy import PolicyName, PriorityWeights
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
@@ -192,9 +194,23 @@ class EngineConfig:
       num_gpu_blocks_override: exactly this many blocks, for tests and experiments.
       seed: of requests that bring no seed of their own.
       enable_prefix_caching: keep computed KV blocks, and share them with prompts that begin with the same tokens.
+      swap_space: GiB of host memory per device for KV blocks: of preempted requests, which then go on where they were,
+        and of evicted prefixes, which are fetched when they are asked for again. 0: none; on a GPU this memory is
+        page-locked, and only the machine's owner knows what it can spare.
+      preemption_mode: what becomes of a preempted request's blocks. "swap": they are copied to the host while there is
+        room; "recompute": they are computed again; "auto": the cheaper, by `scheduling.move_costs`.
+      swap_compression: keep blocks on the host as LZ4 frames. They take less of the memory (`LLM.memory_report` has the
+        ratio), not more of them are kept, and a processor core is busy with it.
+      speculative_config: guess tokens and check several in a step, see `SpeculativeConfig`; a mapping will do, such as
+        {"method": "ngram", "num_speculative_tokens": 4}. Pays for few sequences that repeat themselves or their prompt.
+        Requests with penalties, biases, bad words or min_tokens are left out.
       scheduling_policy: "fcfs", or "priority": the lowest rank first, see `PriorityWeights`.
       priority_weights: what waiting and other things are worth in a rank.
       max_waiting_requests: most that may wait; more are refused with `QueueFullError`. None: any number.
+      long_prefill_token_threshold, max_num_partial_prefills, max_long_partial_prefills: see `PrefillLimits`.
+      max_queue_delay_ms: a batch that would start while nothing runs is held back so long, so that more requests join
+        it, unless `preferred_batch_size` (default: max_num_seqs) of them wait.
+      enable_memory_profiler: keep the last steps' use of blocks for `LLM.memory_report`.
       queue_timeout_s: a request that has not begun to run so long after its arrival ends with `RequestTimeoutError`.
       async_scheduling: plan and dispatch a step while the one before runs.
       mesh: devices to use.
@@ -215,8 +231,18 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     seed: int = 0
     enable_prefix_caching: bool = True
+    swap_space: float = 0.0
+    preemption_mode: PreemptionMode = "auto"
+    swap_compression: bool = False
+    speculative_config: SpeculativeConfig | None = None
     scheduling_policy: PolicyName = "fcfs"
     priority_weights: PriorityWeights = field(default_factory=PriorityWeights)
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int | None = None
+    max_long_partial_prefills: int | None = None
+    max_queue_delay_ms: float = 0.0
+    preferred_batch_size: int | None = None
+    enable_memory_profiler: bool = False
     max_waiting_requests: int | None = None
     queue_timeout_s: float | None = None
     async_scheduling: bool = True
@@ -233,29 +259,49 @@ class EngineConfig:
         if self.scheduling_policy not in get_args(PolicyName):
             allowed = f"one of {', '.join(get_args(PolicyName))}"
             raise InvalidInputError("scheduling_policy", self.scheduling_policy, allowed)
+        if self.preemption_mode not in get_args(PreemptionMode):
+            raise InvalidInputError("preemption_mode", self.preemption_mode,
+                                    f"one of {', '.join(get_args(PreemptionMode))}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes",
-                     "max_waiting_requests"):
+                     "max_waiting_requests", "max_num_partial_prefills", "max_long_partial_prefills",
+                     "preferred_batch_size"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         if self.num_gpu_blocks_override is not None:
             _require_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         _require_int("block_size", self.block_size, 1)
         _require_int("seed", self.seed, 0)
+        _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        self._check_host_memory()
         share = self.gpu_memory_utilization
         if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             raise InvalidInputError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
 
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if self.queue_timeout_s is not None:
             check_positive("queue_timeout_s", self.queue_timeout_s)
         if not isinstance(self.priority_weights, PriorityWeights):
             raise InvalidInputError("priority_weights", self.priority_weights, "a PriorityWeights")
-        for name in ("async_scheduling", "enable_prefix_caching"):
+        for name in ("async_scheduling", "enable_prefix_caching", "swap_compression", "enable_memory_profiler"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(name, getattr(self, name), "True or False")
         for name in ("compilation_cache_dir", "executables"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):
                 raise InvalidInputError(name, value, "a folder's name, or None")
+
+    def _check_host_memory(self) -> None:
+        for name in ("swap_space", "max_queue_delay_ms"):
+            check_finite(name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise InvalidInputError(name, getattr(self, name), "0 or above")
+        for name, needs_space in (("preemption_mode", self.preemption_mode == "swap"),
+                                  ("swap_compression", self.swap_compression)):
+            if needs_space and not self.swap_space:
+                raise InvalidInputError(name, getattr(self, name), "only with swap_space above 0")
+        if self.max_long_partial_prefills is not None and not self.long_prefill_token_threshold:
+            raise InvalidInputError("max_long_partial_prefills", self.max_long_partial_prefills,
+                                    "only with long_prefill_token_threshold above 0")
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """The same options without None or "auto" (but for the memory options, which `runner.memory` reads).

@@ -18,7 +18,7 @@ from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.scheduling.report import MemoryReport, memory_report
+from jaxserve.scheduling.report import MemoryReport
 
 
 class LLM:
@@ -96,7 +96,7 @@ class LLM:
     def memory_report(self) -> MemoryReport:
         """What the KV cache's blocks are used for at this moment."""
         with self._lock:
-            return memory_report(self._engine.scheduler)
+            return self._engine.memory_report()
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer (None with skip_tokenizer_init)."""

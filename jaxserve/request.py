@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from jaxserve.errors import InvalidInputError
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """Most alternatives per position that `logprobs` and `prompt_logprobs` may ask for (the device returns this many)."""
@@ -64,6 +65,8 @@ class SamplingParams:
         the token itself; None: none at all. Values are log-softmax of the model's raw logits.
       skip_special_tokens, spaces_between_special_tokens, detokenize: how the text is made; without `detokenize`
         outputs carry token ids only (and stop strings are refused).
+      structured_outputs: the form that the output must have, see `StructuredOutputsParams`; a mapping will do. Not with
+        min_tokens, allowed_token_ids or bad_words, which could forbid all that it leaves.
       output_kind: what the outputs of a stream carry; `LLM` always waits for the whole.
 
     Raises:
@@ -93,6 +96,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -114,6 +118,7 @@ class SamplingParams:
             set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
             set_(self, "logit_bias", _parse_logit_bias(self.logit_bias))
+        set_(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         if self.top_k == -1:
             set_(self, "top_k", 0)
         if self.seed == -1:
@@ -158,6 +163,9 @@ class SamplingParams:
         _require(self.detokenize or not self.stop, "stop", self.stop, "no stop strings when detokenize is False")
         for word in self.bad_words or ():
             _require(isinstance(word, str) and word != "", "bad_words", self.bad_words, "non-empty strings")
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+                _require(not getattr(self, name), name, getattr(self, name), "nothing with structured_outputs")
         for token_id in self.stop_token_ids or ():
             _require(_is_int(token_id) and token_id >= 0, "stop_token_ids", self.stop_token_ids, "token ids")
         if self.allowed_token_ids is not None:
@@ -226,13 +234,18 @@ class Request:
       stop_ids: token ids that end it once `min_tokens` are out.
       bad_words_ids: the bad words as token ids.
       num_tokens: tokens known on the host (counted here: the hot path asks for it several times a step).
-      num_inflight: sampled tokens that the host has not seen yet (at most 1 when a step is planned).
+      num_inflight: sampled tokens that the host has not seen yet (at most 1 when a step is planned, and one more for
+        each guess).
       slot: row of the per-request arrays on host and device while running, else None.
+      guide: of the form that its output must have, see `text.guides`.
+      speculates: its next tokens may be guessed, see `scheduling.ngram`.
+      draft_token_ids: guesses that the step on its way checks; they follow the known tokens.
       needs_host_tokens: a step may not be scheduled while a token is in flight (its logits depend on it on the host).
       cache_salt: only requests with the same one share cached prefixes.
       num_cached_tokens: that were found in the prefix cache when it first ran.
       block_names: of its full blocks, see `PrefixCache`.
       num_published_blocks: how many of those that it holds have their names.
+      host_block_ids: while it waits after it was swapped out: host blocks that hold its computed tokens.
     """
 
     request_id: str
@@ -258,6 +271,10 @@ class Request:
     num_cached_tokens: int = 0
     block_names: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    host_block_ids: list[int] = field(default_factory=list)
+    guide: Any = None
+    speculates: bool = False
+    draft_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -277,6 +294,12 @@ class Request:
         if stop <= split:
             return self.prompt_token_ids[start:stop]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[max(start - split, 0) : max(stop - split, 0)]
+
+    def input_token(self, position: int) -> int:
+        """The token that a decode computes there: a known one, or a guess."""
+        if position >= self.num_tokens:
+            return self.draft_token_ids[position - self.num_tokens]
+        return self.known_tokens(position, position + 1)[0]
 
     @property
     def is_finished(self) -> bool:

@@ -19,6 +19,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 Implementation = TypeVar("Implementation", bound=Callable[..., Any])
+Refusal = Callable[[], str | None]
 
 # Best first. A platform that is not listed, or has none of these for a kernel, runs the reference.
 # Mosaic comes after Triton until both have been timed on a card.
@@ -76,7 +77,7 @@ def choose_backend(
     implementations: Mapping[str, Implementation],
     *,
     device: jax.Device | None = None,
-    refusals: Mapping[str, str | None] | None = None,
+    refusals: Mapping[str, Refusal] | None = None,
 ) -> Implementation:
     """The function that runs `kernel`.
 
@@ -85,7 +86,8 @@ def choose_backend(
         backend: a key of `implementations`; None takes the first preferred one of the platform that can run.
         implementations: backend name -> function; always has "reference".
         device: what the program is compiled for; None is JAX's default device.
-        refusals: backend name -> why it cannot serve this call (shapes, dtypes), or None if it can.
+        refusals: backend name -> says why it cannot serve this call (shapes, dtypes), or None if it can; asked only
+            where the backend can run.
 
     Raises:
         ValueError: `backend` is named, but this kernel does not have it.
@@ -95,7 +97,9 @@ def choose_backend(
     if backend is not None and backend not in implementations:
         raise ValueError(f"backend={backend!r} of kernel {kernel}: allowed are {sorted(implementations)} or None")
     target = target_of(device)
-    reasons = {name: _cannot_run(name, target) or (refusals or {}).get(name) for name in implementations}
+    refusals = refusals or {}
+    reasons = {name: _cannot_run(name, target) or (refusals[name]() if name in refusals else None)
+               for name in implementations}
     if backend is not None:
         if reasons[backend]:
             raise NotImplementedError(f"backend={backend!r} of kernel {kernel}: {reasons[backend]}")

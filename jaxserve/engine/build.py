@@ -21,15 +21,25 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.engine.weights import as_params
 from jaxserve.errors import CheckpointError, InvalidInputError
+from jaxserve.executables.ahead import program_for_first_prompt
 from jaxserve.executables.load import Executables
 from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
+from jaxserve.runner.block_mover import STAGING_BLOCKS, BlockMover
 from jaxserve.runner.blueprint import Blueprint, blocks_per_seq, blueprint, with_blocks
+from jaxserve.runner.capacity import num_host_blocks, token_flops
+from jaxserve.runner.kv_cache import block_bytes
 from jaxserve.runner.kv_scales import SAMPLE_TEXT
 from jaxserve.runner.memory import num_kv_blocks, shard_bytes, working_bytes
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.sharding import TENSOR, make_mesh, param_sharding
+from jaxserve.scheduling.host_tier import HostMemory
+from jaxserve.scheduling.limits import BatchDelay, PrefillLimits
+from jaxserve.scheduling.move_costs import RATES, MoveCosts
+from jaxserve.scheduling.ngram import NgramDrafter
+from jaxserve.scheduling.report import MemoryProfiler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.text import Tokenizer
 
@@ -113,10 +123,11 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     steps, executables = _steps(config, model_config, mesh)
     config = steps.config
     compat.use_compilation_cache(config.compilation_cache_dir, device.platform)
+    programs = None if executables is None else _loading(steps, executables)
     params = _load(source, model_config, config, mesh)
     text = None if skip_tokenizer_init else _tokenizer(source, tokenizer)
     logger.info("loaded %s in %.1f s", source.name, time.monotonic() - start)
-    engine = make_engine(steps, params, text, executables)
+    engine = make_engine(steps, params, text, programs)
     assert config.max_model_len is not None
     inputs = InputProcessor(text, vocab_size=model_config.vocab_size, max_model_len=config.max_model_len,
                             capacity_tokens=engine.scheduler.capacity_tokens, seed=config.seed,
@@ -125,31 +136,77 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
 
 
 def make_engine(steps: Blueprint, params: Mapping[str, jax.Array], tokenizer: Tokenizer | None,
-                executables: Executables | None = None) -> Engine:
+                programs: Programs | None = None) -> Engine:
     """An engine for parameters that are on the mesh already.
 
     Args:
       steps: with any number of KV blocks.
-      executables: for these steps.
+      programs: of these steps, if some are being made already; then the KV blocks are counted.
     """
-    steps, config = _with_cache(steps), steps.config
+    steps, config = _with_cache(steps) if programs is None else steps, steps.config
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len, "config is not resolved"
     sample = _sample_tokens(tokenizer, steps) if steps.cache.has_scales else []
     scheduler = Scheduler(num_blocks=steps.cache.num_blocks, block_size=config.block_size,
                           max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                           max_blocks_per_seq=blocks_per_seq(config),
                           enable_prefix_caching=config.enable_prefix_caching, policy=config.scheduling_policy,
-                          priority_weights=config.priority_weights)
-    runner = ModelRunner(steps, params, scheduler.block_tables, executables, sample)
+                          priority_weights=config.priority_weights, prefill_limits=_prefill_limits(config),
+                          host_memory=_host_memory(steps),
+                          drafter=_drafter(config))
+    runner = ModelRunner(steps, params, scheduler.block_tables, programs, sample,
+                         None if scheduler.host is None else BlockMover(steps, compress=config.swap_compression))
     return Engine(scheduler, runner, tokenizer, overlap=config.async_scheduling,
-                  max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s)
+                  max_waiting_requests=config.max_waiting_requests, queue_timeout_s=config.queue_timeout_s,
+                  batch_delay=_batch_delay(config),
+                  memory_profiler=MemoryProfiler() if config.enable_memory_profiler else None)
+
+
+def _host_memory(steps: Blueprint) -> HostMemory | None:
+    """What the options leave on the host for KV blocks.
+
+    Raises:
+      InvalidInputError: not one block.
+    """
+    config, ranks = steps.config, steps.mesh.shape[TENSOR]
+    if not config.swap_space:
+        return None
+    per_block = block_bytes(steps.cache) // ranks
+    if not (num_blocks := num_host_blocks(config, per_block)):
+        raise InvalidInputError("swap_space", config.swap_space,
+                                f"0, or at least one block, {per_block / 2**30:.2g} GiB")
+    link_bytes_per_s, flops_per_s = RATES["cpu" if steps.mesh.devices.flat[0].platform == "cpu" else "gpu"]
+    costs = MoveCosts(block_bytes=per_block, token_flops=token_flops(steps.model) / ranks,
+                      link_bytes_per_s=link_bytes_per_s, flops_per_s=flops_per_s)
+    return HostMemory(num_blocks=num_blocks, costs=costs, preemption_mode=config.preemption_mode)
+
+
+def _drafter(config: EngineConfig) -> NgramDrafter | None:
+    return None if config.speculative_config is None else NgramDrafter(config.speculative_config)
+
+
+def _prefill_limits(config: EngineConfig) -> PrefillLimits:
+    return PrefillLimits(long_prefill_token_threshold=config.long_prefill_token_threshold,
+                         max_num_partial_prefills=config.max_num_partial_prefills,
+                         max_long_partial_prefills=config.max_long_partial_prefills)
+
+
+def _batch_delay(config: EngineConfig) -> BatchDelay | None:
+    assert config.max_num_seqs
+    if not config.max_queue_delay_ms:
+        return None
+    return BatchDelay(config.max_queue_delay_ms / 1e3, config.preferred_batch_size or config.max_num_seqs)
 
 
 def _with_cache(steps: Blueprint) -> Blueprint:
     """With as many KV blocks as the options ask for, or as the memory holds."""
     return with_blocks(steps, num_kv_blocks(
         steps.config, steps.cache, steps.mesh.devices.flat[0], tensor_parallel_size=steps.mesh.shape[TENSOR],
-        weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps)))
+        weight_bytes=shard_bytes(steps.leaves), working_bytes=lambda: working_bytes(steps) + _staging_bytes(steps)))
+
+
+def _staging_bytes(steps: Blueprint) -> int:
+    """Per device, of KV blocks on their way to or from the host."""
+    return STAGING_BLOCKS * block_bytes(steps.cache) // steps.mesh.shape[TENSOR] if steps.config.swap_space else 0
 
 
 def _sample_tokens(tokenizer: Tokenizer | None, steps: Blueprint) -> list[int]:
@@ -177,6 +234,14 @@ def _steps(config: EngineConfig, model: ModelConfig,
             return steps, executables
         logger.warning("executables in %s are not used, steps are compiled as usual: %s", executables.folder, why_not)
     return blueprint(model, config.resolve(model, platform), mesh), None
+
+
+def _loading(steps: Blueprint, executables: Executables) -> Programs:
+    """Programs from files; the one for a first prompt is read while the weights are."""
+    programs = Programs(steps, executables)
+    by_name = {bucket.name: bucket for bucket in steps.buckets.all()}
+    programs.prefetch([by_name[name] for name in [program_for_first_prompt(by_name)] if name is not None])
+    return programs
 
 
 def _load(source: Source, model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:

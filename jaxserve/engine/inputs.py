@@ -13,6 +13,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import InvalidInputError, PromptTooLongError
 from jaxserve.request import Request, RequestMetrics, SamplingParams
 from jaxserve.text import Tokenizer
+from jaxserve.text.guides import Guide, Guides
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
@@ -66,6 +67,7 @@ class InputProcessor:
         self._capacity_tokens = capacity_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = np.random.default_rng(seed)
+        self._guides = None if tokenizer is None else Guides(tokenizer, vocab_size, self._eos_token_ids)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -73,9 +75,30 @@ class InputProcessor:
         return self._eos_token_ids
 
     @property
+    def vocab_size(self) -> int:
+        """Ids below it are valid."""
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self._max_model_len
+
+    @property
     def max_tokens(self) -> int:
         """Of a prompt and its completion, as they fit into context and cache."""
         return min(self._max_model_len, self._capacity_tokens)
+
+    def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True,
+               chat_options: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a text or of chat messages, whatever their number; raises as `make`."""
+        if isinstance(prompt, str):
+            return _encode(self._need_tokenizer(field, prompt), prompt, field, add_special_tokens=add_special_tokens)
+        if not _is_messages(prompt):
+            raise InvalidInputError(field, prompt, "a text or chat messages")
+        tokenizer = self._need_tokenizer(field, prompt)
+        text = tokenizer.chat.render(prompt, **(chat_options or {}))
+        return _encode(tokenizer, text, field, add_special_tokens=add_special_tokens)
 
     def token_ids(self, prompt: Prompt, field: str = "prompt") -> tuple[list[int], str | None]:
         """Of an acceptable prompt, and its cache_salt; raises as `make`."""
@@ -111,6 +134,7 @@ class InputProcessor:
         params.check_vocab(self._vocab_size)
         self._check_allowed(params)
         bad_words_ids = self._bad_words_ids(params)
+        guide = self._guide(params)
         needs_text = params.stop or params.bad_words
         if self.tokenizer is None and needs_text:
             raise InvalidInputError("stop" if params.stop else "bad_words", needs_text, "none without a tokenizer")
@@ -124,7 +148,8 @@ class InputProcessor:
                 f"{request_id}-{index}" if params.n > 1 else request_id, token_ids, own,
                 self._max_total_tokens(len(token_ids), params), arrival, priority, business_value, seed,
                 self._stop_ids(params), bad_words_ids, cache_salt=cache_salt,
-                needs_host_tokens=any(len(word) > 1 for word in bad_words_ids)))
+                guide=None if guide is None else guide.copy(),
+                needs_host_tokens=guide is not None or any(len(word) > 1 for word in bad_words_ids)))
         return group, requests
 
     def _tokenise(self, prompt: Prompt, field: str, chat_options: Mapping[str, Any]) -> tuple[str | None, list[int]]:
@@ -161,6 +186,13 @@ class InputProcessor:
         for limit, name in ((self._max_model_len, "max_model_len"), (self._capacity_tokens, "the KV cache's tokens")):
             if len(token_ids) > limit:
                 raise PromptTooLongError(field, f"{len(token_ids)} tokens", f"at most {limit} tokens ({name})")
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        if params.structured_outputs is None:
+            return None
+        if self._guides is None:
+            raise InvalidInputError("structured_outputs", params.structured_outputs, "none without a tokenizer")
+        return self._guides.make(params.structured_outputs)
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Something must be left to choose while `min_tokens` holds off the end."""

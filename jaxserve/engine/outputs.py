@@ -83,12 +83,15 @@ class Completion:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.last_token_time_s: float | None = None
         self._num_tokens_sent = self._num_chars_sent = 0
 
     def take(self, token_id: int) -> None:
         """Adds a token; sets `finish_reason` if it is the last one."""
         request = self.request
         request.append(token_id)
+        if request.guide is not None:
+            request.guide.advance(token_id)
         if token_id in request.stop_ids and len(request.output_token_ids) >= request.params.min_tokens:
             self._stop_at(token_id)
             return

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
-from jaxserve.compat import processor_fingerprint
+from jaxserve.compat import load_program
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ExecutablesError
-from jaxserve.executables.manifest import Manifest, differences, file_name, fingerprint, read_manifest, sha256_of
+from jaxserve.executables import ahead
+from jaxserve.executables.manifest import (
+    Manifest,
+    differences,
+    file_name,
+    fingerprint,
+    kind_of_cpu,
+    read_content,
+    read_manifest,
+)
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.memory import shard_bytes
@@ -74,19 +82,14 @@ class Executables:
         Raises:
           ExecutablesError: its file is not the one that was compiled; it has not been looked into.
         """
-        entry = self.manifest.programs[bucket.name]
         file = self.folder / file_name(bucket.name)
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise ExecutablesError(f"{file}: {error.strerror}") from error
-        if len(content) != entry.num_bytes or sha256_of(content) != entry.sha256:
-            raise ExecutablesError(f"{file}: not the file that was compiled, its digest differs from the manifest's")
-        devices: Any = list(blueprint.mesh.devices.flat)
         in_tree, out_tree = blueprint.trees(bucket)
         try:
-            program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, backend=devices[0].client,
-                                                                execution_devices=devices)
+            loaded = ahead.take(self.folder, bucket.name) or load_program(
+                read_content(self.folder, bucket.name, self.manifest), list(blueprint.mesh.devices.flat))
+            program = loaded.compiled(in_tree, out_tree)
+        except ExecutablesError:
+            raise
         except Exception as error:  # XLA's, pickle's: all mean that it cannot run here
             raise ExecutablesError(f"{file}: cannot be loaded ({error})") from error
         if _shapes(program.args_info) != _shapes((blueprint.arguments(bucket), {})):
@@ -108,9 +111,9 @@ def fingerprint_of(blueprint: Blueprint, device_name: str | None = None) -> dict
 
 
 def _kind(device: jax.Device, name: str) -> dict[str, Any]:
-    """What a program's device must be: the same card; a CPU with the same instructions."""
+    """What a program's device must be: the same card; for a CPU see `kind_of_cpu`."""
     if device.platform == "cpu":
-        return {"platform": "cpu", "processor": processor_fingerprint()}
+        return kind_of_cpu()
     target = target_of(device)
     return {"platform": target.platform, "device": name, "compute_capability": list(target.capability or ()),
             "multiprocessors": target.num_cores}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxserve.compat import processor_fingerprint
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ExecutablesError
 from jaxserve.files import write_whole
@@ -140,6 +141,26 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 def file_name(program: str) -> str:
     """Of a program in its folder."""
     return f"{program}.executable"
+
+
+def read_content(folder: Path, program: str, manifest: Manifest) -> bytes:
+    """
+    Raises:
+      ExecutablesError: the file is not the one that was compiled.
+    """
+    entry, file = manifest.programs[program], folder / file_name(program)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ExecutablesError(f"{file}: {error.strerror}") from error
+    if len(content) != entry.num_bytes or sha256_of(content) != entry.sha256:
+        raise ExecutablesError(f"{file}: not the file that was compiled, its digest differs from the manifest's")
+    return content
+
+
+def kind_of_cpu() -> dict[str, Any]:
+    """What a CPU must be to run a CPU's programs: one with the same instructions."""
+    return {"platform": "cpu", "processor": processor_fingerprint()}
 
 
 def sha256_of(content: bytes) -> str:

@@ -40,10 +40,21 @@ def abstract_model(config: ModelConfig, *, tensor_parallel_size: int = 1, dtype:
     return _abstract_model(config, tensor_parallel_size, jnp.dtype(dtype))
 
 
-@lru_cache(maxsize=4)  # asked for by loader, runner and checks; tracing all the initialisers takes half a second
+class _OneKey(nnx.Rngs):
+    """For initialisers of which only shapes are wanted: streams of keys take half of the time to trace them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = jax.random.key(0)
+
+    def params(self) -> jax.Array:
+        return self.key
+
+
+@lru_cache(maxsize=4)  # asked for by loader, runner and checks; tracing all the initialisers takes a fifth of a second
 def _abstract_model(config: ModelConfig, tensor_parallel_size: int, dtype: jnp.dtype) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, tensor_parallel_size=tensor_parallel_size, dtype=dtype,
-                                          rngs=nnx.Rngs(0)))
+                                          rngs=_OneKey()))
 
 
 def abstract_params(config: ModelConfig, *, tensor_parallel_size: int = 1,

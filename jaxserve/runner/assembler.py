@@ -42,7 +42,7 @@ class BatchAssembler:
         params = request.params
         seed_low, seed_high = np.array([request.seed], np.uint64).view(np.int32)
         ints = dict(top_k=min(params.top_k, MAX_INT32), seed_low=seed_low, seed_high=seed_high, uses_row=uses_row,
-                    wants_logprobs=params.logprobs is not None)
+                    guided=request.guide is not None, wants_logprobs=params.logprobs is not None)
         floats = dict(temperature=0.0 if params.is_greedy else params.temperature, top_p=params.top_p,
                       min_p=params.min_p, presence=params.presence_penalty, frequency=params.frequency_penalty,
                       repetition=params.repetition_penalty)
@@ -82,7 +82,7 @@ class BatchAssembler:
             for row, (request, position, from_device) in enumerate(
                     zip(plan.decodes, plan.positions, plan.from_device, strict=True)):
                 if not from_device:
-                    views["token_ids"][row] = request.known_tokens(position, position + 1)[0]
+                    views["token_ids"][row] = request.input_token(position)
         if "row_seq" in views:
             rows = np.arange(count, dtype=np.int32)
             views["row_seq"][:count] = rows

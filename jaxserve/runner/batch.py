@@ -15,7 +15,7 @@ from jaxserve.runner.buckets import Bucket
 
 Fields = dict[str, tuple[int, ...]]
 
-SLOT_INTS = ("top_k", "seed_low", "seed_high", "uses_row", "wants_logprobs")
+SLOT_INTS = ("top_k", "seed_low", "seed_high", "uses_row", "guided", "wants_logprobs")
 SLOT_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
@@ -28,7 +28,7 @@ class BatchLayout:
       block_tables [S, M], context_lens [S]: blocks, and tokens including this step's (0: padding).
       samples [S]: whether the sequence's newest logits are sampled in this step.
       num_decodes: sequences 0 ... num_decodes - 1 have one row each, row i is sequence i's.
-      sampling_ints [5, S]: SLOT_INTS, the order of the rows.
+      sampling_ints [6, S]: SLOT_INTS, the order of the rows.
       token_ids [T], from_device [T]: a row's input token, or 1: take it from the device's last_tokens.
     Only in mixed steps:
       query_starts, query_lens [S]: first row and number of rows of each sequence.

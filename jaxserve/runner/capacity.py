@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
+from jaxserve.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig, ModelConfig
 
 
 def blocks_of(num_tokens: int, block_size: int) -> int:
@@ -26,3 +26,14 @@ def stated_cache_bytes(config: EngineConfig, platform: str) -> tuple[int, str] |
 def num_blocks_in(available_bytes: int, block_bytes: int, config: EngineConfig) -> int:
     """Blocks of a cache in that many bytes, both per device."""
     return min(max(available_bytes, 0) // block_bytes, useful_blocks(config))
+
+
+def num_host_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Blocks of so many bytes per device that the host memory for them holds."""
+    return int(config.swap_space * 2**30) // block_bytes
+
+
+def token_flops(model: ModelConfig) -> float:
+    """To compute one token without attention to the others and without the output head: 2 for each weight it meets."""
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    return 2.0 * model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,25 +9,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.stages import Compiled
 
-from jaxserve import compat
-from jaxserve.errors import ExecutablesError
-from jaxserve.executables.load import Executables
 from jaxserve.request import Request, SamplingParams
 from jaxserve.runner.assembler import BatchAssembler
+from jaxserve.runner.block_mover import BlockMover
 from jaxserve.runner.blueprint import Blueprint
-from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.kv_cache import scaled
 from jaxserve.runner.kv_scales import scale_finder
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.step import StepOutputs, zeros_like
 from jaxserve.sampling import rows
-from jaxserve.sampling.state import set_bias, set_row
+from jaxserve.sampling.state import mask_words, set_allowed, set_bias, set_row
 from jaxserve.scheduling.plan import StepPlan
 from pallas_kernels.paged_attention.api import QUERY_TILE
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,12 +40,13 @@ class ModelRunner:
       params: dotted path -> array, sharded over the mesh.
       block_tables: the scheduler's, int32 [max_num_seqs, M].
       sample_tokens: of a text that shows how large keys and values get, for an int8 cache.
-      executables: where steps come from instead of the compiler; known to be for this blueprint.
+      programs: of the blueprint, if some are being made already.
+      mover: of KV blocks to host memory and back, if the scheduler plans that.
     """
 
     def __init__(self, blueprint: Blueprint, params: Mapping[str, jax.Array], block_tables: np.ndarray,
-                 executables: Executables | None = None, sample_tokens: Sequence[int] = ()):
-        self._executables = executables
+                 programs: Programs | None = None, sample_tokens: Sequence[int] = (),
+                 mover: BlockMover | None = None):
         self._scales_of, self._sample_tokens = scale_finder(blueprint), sample_tokens
         self.blueprint = blueprint
         self.mesh, self.buckets = blueprint.mesh, blueprint.buckets
@@ -60,9 +54,16 @@ class ModelRunner:
         self._assembler = BatchAssembler(block_tables, query_tile=QUERY_TILE)
         self._slot_owners: list[Request | None] = [None] * len(block_tables)
         self._banned: dict[Request, set[int]] = {}
+        self._guided: set[Request] = set()
         self._state = zeros_like(blueprint.state)
-        self.programs = Programs(self._make_program)
+        self.mover = mover
+        self.programs = programs or Programs(blueprint)
         self.find_kv_scales()
+
+    def move(self, plan: StepPlan) -> None:
+        """Sends the plan's copies between device and host on their way: after all steps so far, before the next."""
+        assert self.mover is not None
+        self._state = replace(self._state, caches=self.mover.run(self._state.caches, plan))
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Sends a step to the device and returns at once; results come through the returned arrays."""
@@ -71,15 +72,11 @@ class ModelRunner:
         ints, floats = self._assembler.assemble(plan, bucket)
         self._state, outputs = self.programs.get(bucket)(self._leaves, self._state, ints, floats)
         outputs.token_ids.copy_to_host_async()
-        if plan.chunks:  # decodes follow: compile their step while this one runs
-            self.programs.prefetch([self.buckets.for_decode(len(plan.rows()))])
         return Dispatched(plan, outputs)
 
     def is_compiled(self, plan: StepPlan) -> bool:
-        """Whether `dispatch` would start the step without waiting for the compiler; if not, that begins its work."""
-        bucket = self.buckets.pick(plan)
-        self.programs.prefetch([bucket])
-        return self.programs.is_ready(bucket)
+        """Whether `dispatch` would start the step without waiting for the compiler."""
+        return self.programs.is_ready(self.buckets.pick(plan))
 
     def warm_up(self) -> float:
         """Compiles everything that any plan can need; returns the seconds it took."""
@@ -89,6 +86,10 @@ class ModelRunner:
         made = rows.build_rows(SamplingParams(), vocab_size, [], [])
         self._set_sampling(set_row, trash, *made)
         self._set_sampling(set_bias, trash, made[-1])
+        for size in self._mask_sizes():
+            self._set_allowed(*self._mask_buffers(size))
+        if self.mover is not None:
+            self._state = replace(self._state, caches=self.mover.warm_up(self._state.caches))
         self.programs.wait()
         return time.monotonic() - start
 
@@ -110,24 +111,11 @@ class ModelRunner:
     def close(self) -> None:
         """Frees compiler threads, weights (unless others hold them) and the KV cache."""
         self.programs.close()
+        if self.mover is not None:
+            self.mover.close()
         self._leaves = ()
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-
-    def _make_program(self, bucket: Bucket) -> Compiled:
-        start = time.monotonic()
-        if self._executables is not None:
-            try:
-                program = self._executables.load(bucket, self.blueprint)
-            except ExecutablesError as error:
-                logger.warning("%s; compiling %s as usual", error, bucket)
-            else:
-                logger.info("took %s from its file in %.1f s", bucket, time.monotonic() - start)
-                return program
-        program = self.blueprint.lower(bucket).compile()
-        compat.return_freed_memory()
-        logger.info("compiled %s in %.1f s", bucket, time.monotonic() - start)
-        return program
 
     def _update_slots(self, plan: StepPlan) -> None:
         """Brings the per-slot arrays up to date for requests that are new in their slot or whose bans change."""
@@ -138,13 +126,18 @@ class ModelRunner:
                 self._enter_slot(request)
         if self._banned:
             self._update_bans(plan)
+        if self._guided:
+            self._update_guided(plan)
 
     def _enter_slot(self, request: Request) -> None:
         assert request.slot is not None
         previous = self._slot_owners[request.slot]
         if previous is not None and previous.slot is None:  # else it was preempted and sits in another slot by now
             self._banned.pop(previous, None)
+            self._guided.discard(previous)
         self._slot_owners[request.slot] = request
+        if request.guide is not None:
+            self._guided.add(request)
         uses_row = rows.needs_row(request.params)
         self._assembler.set_slot(request, uses_row=uses_row)
         if uses_row:
@@ -162,6 +155,33 @@ class ModelRunner:
                 assert request.slot is not None
                 bias = rows.build_bias(request.params, self.blueprint.model.vocab_size, banned)
                 self._set_sampling(set_bias, request.slot, bias)
+
+    def _update_guided(self, plan: StepPlan) -> None:
+        """Sends the masks of guided requests that sample in this step, all at once. Those are of one step at a time:
+        the device may be busy with that of others meanwhile."""
+        sampling = [*plan.decodes, *(chunk.request for chunk in plan.chunks if chunk.samples)]
+        guided = [request for request in sampling if request in self._guided]
+        if not guided:
+            return
+        slots, words = self._mask_buffers(len(guided))
+        for row, request in enumerate(guided):
+            slots[row] = request.slot
+            request.guide.fill(words[row])
+        self._set_allowed(slots, words)
+
+    def _mask_buffers(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots [N] and masks [N, W], N one of few numbers from `count` on: each is a program."""
+        num_slots = len(self._slot_owners)
+        size = next(size for size in self._mask_sizes() if size >= count)
+        words = np.zeros((size, mask_words(self.blueprint.model.vocab_size)), np.uint32)
+        return np.full(size, num_slots, np.int32), words
+
+    def _mask_sizes(self) -> list[int]:
+        num_slots = len(self._slot_owners)
+        return [*(size for size in (1, 8, 64) if size < num_slots), num_slots]
+
+    def _set_allowed(self, slots: np.ndarray, words: np.ndarray) -> None:
+        self._state = replace(self._state, sampling=set_allowed(self._state.sampling, slots, words))
 
     def _bans(self, request: Request) -> set[int]:
         # The plan already counts this step's token as in flight.

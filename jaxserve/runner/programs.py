@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jax.stages import Compiled
 
+from jaxserve import compat
+from jaxserve.errors import ExecutablesError
+from jaxserve.executables.load import Executables
+from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
+
+logger = logging.getLogger(__name__)
 
 
 class Programs:
     """Makes steps, by compiling or loading them, in a few threads and keeps them.
 
+    Args:
+      executables: where steps come from instead of the compiler; known to be for this blueprint.
+
     Attributes:
       num_compiled: programs asked for so far, ready or being made: warm-up raises it, nothing after may.
     """
 
-    def __init__(self, make: Callable[[Bucket], Compiled]):
-        self._make = make
+    def __init__(self, blueprint: Blueprint, executables: Executables | None = None):
+        self._blueprint, self._executables = blueprint, executables
         self._programs: dict[Bucket, Future[Compiled]] = {}
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="jaxserve-compile")
@@ -30,7 +41,7 @@ class Programs:
         return len(self._programs)
 
     def prefetch(self, buckets: Iterable[Bucket]) -> None:
-        """Starts compiling these in the background."""
+        """Starts making these in the background."""
         for bucket in buckets:
             self._future(bucket)
 
@@ -61,3 +72,18 @@ class Programs:
             if bucket not in self._programs:
                 self._programs[bucket] = self._executor.submit(self._make, bucket)
             return self._programs[bucket]
+
+    def _make(self, bucket: Bucket) -> Compiled:
+        start = time.monotonic()
+        if self._executables is not None:
+            try:
+                program = self._executables.load(bucket, self._blueprint)
+            except ExecutablesError as error:
+                logger.warning("%s; compiling %s as usual", error, bucket)
+            else:
+                logger.info("took %s from its file in %.1f s", bucket, time.monotonic() - start)
+                return program
+        program = self._blueprint.lower(bucket).compile()
+        compat.return_freed_memory()
+        logger.info("compiled %s in %.1f s", bucket, time.monotonic() - start)
+        return program

@@ -103,10 +103,12 @@ def abstract_state(cache_spec: CacheSpec, num_slots: int, vocab_size: int, mesh:
 
 def zeros_like(state: DeviceState) -> DeviceState:
     """The state itself, zeroed, each array made where it will live."""
-    def make(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    def make() -> DeviceState:  # one program: an engine that loads its steps compiles little else
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
 
-    return jax.tree.map(make, state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    made: DeviceState = jax.jit(make, out_shardings=shardings)()
+    return made
 
 
 def output_tree(state: DeviceState, bucket: Bucket) -> PyTreeDef:

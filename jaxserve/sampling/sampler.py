@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from jaxserve.sampling import noise
 from jaxserve.sampling.penalties import adjust
-from jaxserve.sampling.state import SamplingInputs, SamplingState, count_tokens
+from jaxserve.sampling.state import SamplingInputs, SamplingState, count_tokens, forbid
 from jaxserve.sampling.top import argmax
 from jaxserve.sampling.truncation import cutoffs
 
@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 1e-5
 def sample(logits: Array, inputs: SamplingInputs, state: SamplingState) -> tuple[Array, SamplingState]:
     """Chooses one token per sequence.
 
-    The order is vLLM's: bias, penalties, temperature, min-p, top-k, top-p, draw.
+    The order is vLLM's: masks, bias, penalties, temperature, min-p, top-k, top-p, draw.
 
     Args:
       logits: float32 [S, V].
@@ -30,13 +30,14 @@ def sample(logits: Array, inputs: SamplingInputs, state: SamplingState) -> tuple
       Token ids int32 [S], and the state with these tokens counted in the rows in use.
     """
     with jax.named_scope("sample"):
-        plain = (inputs.uses_row == 0) & (inputs.temperature < MIN_TEMPERATURE)
+        plain = (inputs.uses_row == 0) & (inputs.temperature < MIN_TEMPERATURE) & (inputs.guided == 0)
         token_ids = lax.cond(jnp.all(plain), lambda: argmax(logits), lambda: _choose(logits, inputs, state))
         return token_ids, count_tokens(state, token_ids, inputs)
 
 
 def _choose(logits: Array, inputs: SamplingInputs, state: SamplingState) -> Array:
     uses_row, draws = inputs.uses_row != 0, inputs.temperature >= MIN_TEMPERATURE
+    logits = lax.cond(jnp.any(inputs.guided != 0), lambda: forbid(logits, inputs, state), lambda: logits)
     logits = lax.cond(jnp.any(uses_row), lambda: adjust(logits, inputs, state), lambda: logits)
     return lax.cond(jnp.any(draws), lambda: _draw(logits, inputs, draws), lambda: argmax(logits))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import InvalidInputError
 
@@ -21,6 +21,13 @@ class BlockPool:
 
     A block that is freed without a name is the next to be handed out (a stack): it is the likeliest to still be in a
     processor's cache.
+
+    Only full blocks get names, and the scheduler shares only what it found by name, so no block that several hold is
+    ever written to again: copy-on-write without a copy. Who goes on from a shared beginning (another completion of a
+    prompt, a beam) shares its full blocks and computes the tokens of the last, partial one into a block of its own.
+
+    Attributes:
+      on_evict: called with a block and its name just before it is evicted.
     """
 
     def __init__(self, num_blocks: int):
@@ -38,6 +45,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
         self.num_evictions = 0
+        self.on_evict: Callable[[int, bytes], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -101,6 +109,14 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def refs(self, block_id: int) -> int:
+        """How many hold the block."""
+        return self._refs[block_id]
+
+    def name_of(self, block_id: int) -> bytes | None:
+        """What the block is known to hold."""
+        return self._name_of.get(block_id)
+
     def num_idle(self, block_ids: Sequence[int]) -> int:
         """How many of these have no holder: sharing them makes so many blocks fewer free."""
         return sum(not self._refs[block_id] for block_id in block_ids)
@@ -117,9 +133,22 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        del self._block_of[self._name_of.pop(block_id)]
+        name = self._name_of.pop(block_id)
+        del self._block_of[name]
+        if self.on_evict is not None:
+            self.on_evict(block_id, name)
         self.num_evictions += 1
         return block_id
+
+    def forget_all(self) -> None:
+        """No block holds what its name says."""
+        self.forget(list(self._name_of))
+
+    def unexplained(self, owners: Iterable[Iterable[int]]) -> dict[int, int]:
+        """Block -> references that none of `owners` (lists of blocks) explains, below 0 if there are too few; only
+        where there are any."""
+        held = Counter(block_id for block_ids in owners for block_id in block_ids)
+        return {block_id: refs - held[block_id] for block_id, refs in enumerate(self._refs) if refs != held[block_id]}
 
     def check_integrity(self, owners: Iterable[Iterable[int]]) -> None:
         """Raises AssertionError unless the reference counts are exactly what `owners` (lists of blocks) explain, and

@@ -38,14 +38,17 @@ class PrefixCache:
         self._weights_version = 0
 
     def match(self, request: Request) -> list[int]:
-        """Blocks that hold the request's first tokens; always at least one token is left to compute.
+        """Blocks that hold the request's first tokens; always at least one token is left to compute."""
+        return self._pool.find(self.wanted(request))
 
-        With prompt log-probabilities nothing is found: every position has to be computed for them.
+    def wanted(self, request: Request) -> list[bytes]:
+        """Names of the blocks that would save it work.
+
+        With prompt log-probabilities there are none: every position has to be computed for them.
         """
         if not self._looks_up(request):
             return []
-        names = self._names(request, request.num_tokens)
-        return self._pool.find(names[: (request.num_tokens - 1) // self._block_size])
+        return self._names(request, request.num_tokens)[: (request.num_tokens - 1) // self._block_size]
 
     def count(self, request: Request, num_cached: int) -> None:
         """A request starts with so many tokens found. Those that come back after a preemption do not count, nor those

@@ -61,7 +61,7 @@ def kv_write(
     check_caches(k_cache, v_cache, *k.shape[1:])
     check_slots(slot_mapping, k.shape[0], k_cache)
     check_scales(k_cache, k_scale, v_scale)
-    refusals = {"triton": triton.refusal(k_cache)}
+    refusals = {"triton": lambda: triton.refusal(k_cache)}
     write = choose_backend("kv_write", backend, _WRITE, device=device, refusals=refusals)
     k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = jax.tree.map(
         jnp.asarray, (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)

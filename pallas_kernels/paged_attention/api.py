@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Target, choose_backend, target_of
+from pallas_kernels.dispatch import Refusal, Target, choose_backend, target_of
 from pallas_kernels.kv_write.checks import QUANTISED, check_caches, check_floats, check_scales
-from pallas_kernels.paged_attention import mosaic_decode, mosaic_ragged, reference, triton, triton_ragged
+from pallas_kernels.paged_attention import reference, triton, triton_ragged
 from pallas_kernels.paged_attention.quantization import dequantize
 from pallas_kernels.paged_attention.triton_launch import refusal as triton_refusal
 from pallas_kernels.paged_attention.triton_tiles import Cache
@@ -78,8 +78,7 @@ def paged_attention_decode(
     num_seqs = q.shape[0]
     _check_tables(block_tables, num_seqs, context_lens=context_lens)
     cache = Cache(k_cache, v_cache, k_scale, v_scale)
-    on_mosaic = mosaic_decode.decode, mosaic_decode.refusal
-    backends, refusals = _backends(reference.decode, triton.decode, on_mosaic, device, q, cache)
+    backends, refusals = _backends(reference.decode, triton.decode, _mosaic_decode, device, q, cache)
     decode = choose_backend("paged_attention_decode", backend, backends, device=device, refusals=refusals)
     arrays = jax.tree.map(jnp.asarray, (q, cache, block_tables, context_lens))
     if _nothing_to_see(*arrays[:3]):
@@ -143,8 +142,7 @@ def paged_attention_ragged(
     _check_int32((), num_decodes=num_decodes, num_tiles=num_tiles)
     _check_int32(tile_seq.shape[:1], tile_seq=tile_seq, tile_row=tile_row)
     cache = Cache(k_cache, v_cache, k_scale, v_scale)
-    on_mosaic = mosaic_ragged.ragged, mosaic_ragged.refusal
-    backends, refusals = _backends(reference.ragged, triton_ragged.ragged, on_mosaic, device, q, cache)
+    backends, refusals = _backends(reference.ragged, triton_ragged.ragged, _mosaic_ragged, device, q, cache)
     ragged = choose_backend("paged_attention_ragged", backend, backends, device=device, refusals=refusals)
     if not tile_seq.shape[0]:  # loops over tiles must have one that they could read
         tile_seq = tile_row = jnp.zeros(1, jnp.int32)
@@ -162,16 +160,30 @@ def _nothing_to_see(q: jax.Array, cache: Cache, block_tables: jax.Array) -> bool
 
 
 _Function = Callable[..., jax.Array]
+_Mosaic = tuple[_Function, Callable[..., str | None]]
+
+
+# JAX takes a fifth of a second to import Mosaic: it waits for a device that can run it.
+def _mosaic_decode() -> _Mosaic:
+    from pallas_kernels.paged_attention import mosaic_decode
+
+    return mosaic_decode.decode, mosaic_decode.refusal
+
+
+def _mosaic_ragged() -> _Mosaic:
+    from pallas_kernels.paged_attention import mosaic_ragged
+
+    return mosaic_ragged.ragged, mosaic_ragged.refusal
 
 
 def _backends(
     on_dense: _Function,
     on_triton: _Function,
-    on_mosaic: tuple[_Function, Callable[..., str | None]],
+    on_mosaic: Callable[[], _Mosaic],
     device: jax.Device | None,
     q: jax.Array,
     cache: Cache,
-) -> tuple[dict[str, _Function], dict[str, str | None]]:
+) -> tuple[dict[str, _Function], dict[str, Refusal]]:
     """Backend name -> function(q, cache, *arrays, **options), and backend name -> why it cannot serve this call."""
 
     def reference(q: jax.Array, cache: Cache, *arrays: jax.Array, **options: Any) -> jax.Array:
@@ -184,10 +196,14 @@ def _backends(
     functions: dict[str, _Function] = {
         "reference": reference,
         "triton": partial(on_triton, target=target),
-        "mosaic": partial(on_mosaic[0], target=target),
+        "mosaic": lambda *arrays, **options: on_mosaic()[0](*arrays, target=target, **options),
         "triton_interpret": partial(on_triton, target=Target("interpreter"), interpret=True),
     }
-    return functions, {"triton": triton_refusal(q, cache.k), "mosaic": on_mosaic[1](target, q, cache.k)}
+    refusals: dict[str, Refusal] = {
+        "triton": lambda: triton_refusal(q, cache.k),
+        "mosaic": lambda: on_mosaic()[1](target, q, cache.k),
+    }
+    return functions, refusals
 
 
 def _check_cache(

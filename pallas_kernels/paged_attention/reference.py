@@ -6,14 +6,18 @@ ends. What the shapes of these loops owe to XLA:CPU (measured, JAX 0.10):
 - Reading the cache is the cost of decode, and it is bound by memory latency. Rows are gathered slot by slot across the
   blocks of a step (slot 0 of every block, slot 1 of every block, ...): several blocks are in flight at once, which is
   about 15 % faster than block after block. Softmax does not mind the order of keys.
+- An index in these loops is a handful of instructions in every layer, most of which guard against what cannot be:
+  negative indices, those past the end, quotients of negative numbers. They are left out (`_at`, `_slice`).
 - A dot per KV head would need keys with the head axis in front, and that transposed gather costs more than the dot. So
   decode multiplies whole [K * H] rows with block-diagonal queries: K times the arithmetic, no transpose.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 QUERY_TILE = 64
 _GROUP = 2  # sequences per decode loop
@@ -49,9 +53,8 @@ def decode(
 
     def attend_group(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * group
-        query = jax.lax.dynamic_slice_in_dim(rows, start, group)
-        table = jax.lax.dynamic_slice_in_dim(tables, start, group)
-        last = jax.lax.dynamic_slice_in_dim(lens, start, group)[:, None] - 1
+        query, table = _slice(rows, start, group), _slice(tables, start, group)
+        last = _slice(lens, start, group)[:, None] - 1
         first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
 
         def scores_of(keys: jax.Array) -> jax.Array:
@@ -64,9 +67,9 @@ def decode(
         mixed = _online_softmax(scores_of, mix, shape, first, last, table, caches, _DECODE_KEYS, soft_cap)
         mixed = mixed.reshape(group, num_kv_heads, group_heads, num_kv_heads, head_dim)
         mixed = jnp.where(last[:, :, None, None] >= 0, (mixed * own_head).sum(3), 0)
-        return jax.lax.dynamic_update_slice_in_dim(out, mixed.astype(q.dtype), start, 0)
+        return _update(out, mixed.astype(q.dtype), start)
 
-    num_live_groups = ((context_lens > 0).sum(dtype=jnp.int32) + group - 1) // group
+    num_live_groups = jax.lax.div((context_lens > 0).sum(dtype=jnp.int32) + group - 1, group)
     out = jnp.zeros((len(order), *q.shape[1:]), q.dtype)
     out = jax.lax.fori_loop(0, num_live_groups, attend_group, out)
     return out[jnp.argsort(order)[:num_seqs]]
@@ -102,13 +105,14 @@ def ragged(
     out = jnp.zeros_like(padded).at[:most_decodes].set(decoded)
 
     def attend_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
-        seq, start = tile_seq[tile], tile_row[tile]
+        seq, start = _at(tile_seq, tile), _at(tile_row, tile)
+        first_row, num_live = _at(query_starts, seq), _at(query_lens, seq)
         row = start + jnp.arange(QUERY_TILE)
-        live = row < query_starts[seq] + query_lens[seq]
-        position = context_lens[seq] - query_lens[seq] + row - query_starts[seq]
+        live = row < first_row + num_live
+        position = _at(context_lens, seq) - num_live + row - first_row
         last = jnp.where(live, position, -1)
         first = jnp.zeros_like(last) if window is None else jnp.maximum(position - window + 1, 0)
-        query = jax.lax.dynamic_slice_in_dim(padded, start, QUERY_TILE).astype(jnp.float32) * scale
+        query = _slice(padded, start, QUERY_TILE).astype(jnp.float32) * scale
         query = query.transpose(1, 2, 0, 3).reshape(num_kv_heads, group_heads * QUERY_TILE, head_dim)
 
         def by_head(rows: jax.Array) -> jax.Array:  # [1, C, K * H] -> [K, C, H]
@@ -124,13 +128,12 @@ def ragged(
             return mixed.reshape(1, num_kv_heads * group_heads, QUERY_TILE, head_dim)
 
         shape = (1, num_kv_heads * group_heads, QUERY_TILE, head_dim)
-        table, caches = block_tables[seq][None], (k_cache, v_cache)
+        table, caches = _at(block_tables, seq)[None], (k_cache, v_cache)
         mixed = _online_softmax(scores_of, mix, shape, first[None], last[None], table, caches, _TILE_KEYS, soft_cap)
         mixed = mixed.reshape(num_kv_heads, group_heads, QUERY_TILE, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
         # The rows of a tile past its sequence's end belong to other sequences: leave them as they are.
-        before = jax.lax.dynamic_slice_in_dim(out, start, QUERY_TILE)
-        mixed = jnp.where(live[:, None, None, None], mixed, before)
-        return jax.lax.dynamic_update_slice_in_dim(out, mixed, start, 0)
+        mixed = jnp.where(live[:, None, None, None], mixed, _slice(out, start, QUERY_TILE))
+        return _update(out, mixed, start)
 
     return jax.lax.fori_loop(0, num_tiles, attend_tile, out)[:num_rows]
 
@@ -161,17 +164,17 @@ def _online_softmax(
     num_columns = min(max(num_keys // block_size, 1), tables.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % num_columns)))
     step_keys = num_columns * block_size
-    slot, column = jnp.divmod(jnp.arange(step_keys, dtype=jnp.int32), num_columns)  # slot by slot across the blocks
+    slot, column = np.divmod(np.arange(step_keys, dtype=np.int32), num_columns)  # slot by slot across the blocks
     # A key that no row of its sequence may see is read from the sequence's last position instead: always a real token
     # (an unused slot may hold NaN, and 0 * NaN is NaN), and already in the CPU's cache.
     seq_first, seq_last = jnp.where(last >= first, first, jnp.int32(2**30)).min(1), last.max(1)
     end = jnp.maximum(seq_last, 0)
-    end_block = jnp.take_along_axis(tables, (end // block_size)[:, None], axis=1)[:, 0]
-    end_slot = end_block * block_size + end % block_size
+    end_block = _at(tables, (np.arange(len(tables)), jax.lax.div(end, block_size)))
+    end_slot = end_block * block_size + jax.lax.rem(end, block_size)
 
     def step(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         high, total, mixed = state
-        blocks = jax.lax.dynamic_slice_in_dim(tables, index * num_columns, num_columns, axis=1)
+        blocks = _slice(tables, index * num_columns, num_columns, axis=1)
         position = (index * num_columns + column) * block_size + slot
         read = (position >= seq_first[:, None]) & (position <= seq_last[:, None])
         slots = jnp.where(read, blocks[:, column] * block_size + slot, end_slot[:, None])
@@ -188,11 +191,23 @@ def _online_softmax(
 
     zeros = jnp.zeros(shape, jnp.float32)
     state = (jnp.full_like(zeros[..., 0], _MASKED), zeros[..., 0], zeros)
-    first_step = jnp.maximum(seq_first.min(), 0) // step_keys
-    num_steps = (seq_last.max() + step_keys) // step_keys
+    first_step = jax.lax.div(jnp.maximum(seq_first.min(), 0), step_keys)
+    num_steps = jax.lax.div(seq_last.max() + step_keys, step_keys)
     _, total, mixed = jax.lax.fori_loop(first_step, num_steps, step, state)
     return mixed / jnp.maximum(total, 1e-30)[..., None]
 
 
 def _rows(flat_cache: jax.Array, slots: jax.Array) -> jax.Array:
-    return flat_cache.at[slots].get(mode="promise_in_bounds").astype(jnp.float32)
+    return _at(flat_cache, slots).astype(jnp.float32)
+
+
+def _at(array: jax.Array, index: Any) -> jax.Array:
+    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _slice(array: jax.Array, start: jax.Array, size: int, axis: int = 0) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, size, axis, allow_negative_indices=False)
+
+
+def _update(array: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, rows, start, 0, allow_negative_indices=False)

@@ -78,7 +78,7 @@ def rope_kv_write(
     check_caches(k_cache, v_cache, num_kv_heads, head_dim)
     check_slots(slot_mapping, num_tokens, k_cache)
     check_scales(k_cache, k_scale, v_scale)
-    refusals = {"triton": refusal(k_cache)}
+    refusals = {"triton": lambda: refusal(k_cache)}
     run = choose_backend("rope_kv_write", backend, _IMPLEMENTATIONS, device=device, refusals=refusals)
     qkv, cos, sin, k_cache, v_cache, slot_mapping, norms, scales = jax.tree.map(
         jnp.asarray, (qkv, cos, sin, k_cache, v_cache, slot_mapping, (q_norm, k_norm), (k_scale, v_scale))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import cold_start, host_overhead, kv_waste, latency, memory, throughput
+from bench import cold_start, host_overhead, kv_waste, latency, memory, server_overhead, throughput
 
 SMALL = ["--engine-option", "max_num_seqs=4", "--engine-option", "max_num_batched_tokens=16", "--num-new-tokens", "3"]
 
@@ -64,3 +64,9 @@ def test_cold_start(run):
     found = run(cold_start.main, "--max-tokens", "2", "--", "--max-model-len", "64")["runs"]
     for (start,) in found.values():
         assert start["first_token_s"] > start["imports_s"] > 0
+
+
+def test_server_overhead(run):
+    found = run(server_overhead.main, "--engine-option", "max_num_batched_tokens=16", "--streams", "4",
+                "--max-tokens", "6", "--prompt-tokens", "4", "--repeat", "1")
+    assert found["ratio"] > 0 and all(found["tokens_per_s"][name][0] > 0 for name in ("AsyncLLM", "HTTP"))

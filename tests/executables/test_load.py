@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jax.experimental import serialize_executable
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, compat
 from jaxserve.errors import ExecutablesError
+from jaxserve.executables import ahead
+from jaxserve.executables import load as executables_load
 from jaxserve.executables.manifest import MANIFEST
 from tests.executables.conftest import OPTIONS, PROGRAMS
 
@@ -37,13 +38,14 @@ def expected(tiny_folder: Path) -> list[list[int]]:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What has been given to XLA to load."""
     seen: list[bytes] = []
-    load = serialize_executable.deserialize_and_load
+    load = compat.load_program
 
-    def watched(content: bytes, *args: Any, **options: Any) -> Any:
+    def watched(content: bytes, devices: Any) -> compat.Loaded:
         seen.append(content)
-        return load(content, *args, **options)
+        return load(content, devices)
 
-    monkeypatch.setattr(serialize_executable, "deserialize_and_load", watched)
+    for module in (compat, executables_load):
+        monkeypatch.setattr(module, "load_program", watched)
     return seen
 
 
@@ -53,6 +55,13 @@ def test_tokens_are_the_same_and_nothing_is_compiled(tiny_folder, compiled, expe
     assert tokens == expected
     assert len(loaded) == llm._engine.runner.programs.num_compiled == 3
     assert not [record for record in caplog.messages if record.startswith("compiled") or "not used" in record]
+
+
+def test_program_for_a_first_prompt_is_begun_before_the_engine(tiny_folder, compiled, expected, loaded) -> None:
+    ahead.start(compiled)
+    tokens, llm = run(tiny_folder, **OPTIONS, executables=str(compiled))
+    assert tokens == expected
+    assert len(loaded) == llm._engine.runner.programs.num_compiled == 3  # none of them twice
 
 
 def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expected, loaded) -> None:

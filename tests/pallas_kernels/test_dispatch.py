@@ -45,8 +45,8 @@ def test_named_backend_wins_over_the_device():
 
 def test_refused_call_goes_to_the_next():
     h200 = gpu("9.0")
-    assert choose_backend("some", None, BACKENDS, device=h200, refusals={"triton": "odd shape"})() == "mosaic"
-    both = {"mosaic": "odd shape", "triton": "odd too"}
+    assert choose_backend("some", None, BACKENDS, device=h200, refusals={"triton": lambda: "odd shape"})() == "mosaic"
+    both = {"mosaic": lambda: "odd shape", "triton": lambda: "odd too"}
     assert choose_backend("some", None, BACKENDS, device=h200, refusals=both)() == "reference"
 
 
@@ -66,14 +66,14 @@ def test_named_backend_that_cannot_run_is_an_error(backend, device, message):
 
 def test_named_backend_that_refuses_the_call_is_an_error():
     with pytest.raises(NotImplementedError, match="odd shape"):
-        choose_backend("some", "triton", BACKENDS, device=gpu("9.0"), refusals={"triton": "odd shape"})
+        choose_backend("some", "triton", BACKENDS, device=gpu("9.0"), refusals={"triton": lambda: "odd shape"})
 
 
 def test_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
         for _ in range(3):
             choose_backend("logged", "triton", BACKENDS, device=gpu("8.0"))
-            choose_backend("logged", None, BACKENDS, device=gpu("9.0"), refusals={"triton": "odd shape"})
+            choose_backend("logged", None, BACKENDS, device=gpu("9.0"), refusals={"triton": lambda: "odd shape"})
     assert [record.getMessage() for record in caplog.records] == [
         "kernel logged: backend triton (asked for)",
         "kernel logged: backend mosaic (chosen for gpu; not triton: odd shape)",

@@ -36,7 +36,7 @@ def by_hand(name: str) -> dict[str, float]:
         "weights": (of_projections + tables) / cards + norms,
         "block": 2 * layers * 16 * kv_heads * width * kv_bytes / cards,
         # For 256 sequences and one more: was it in the prompt (1 byte), how often came it (2), its bias (4).
-        "sampler": 257 * VOCAB * (1 + 2 + 4),
+        "sampler": 257 * VOCAB * (1 + 2 + 4 + 1 / 8),
         "memory": CARD_BYTES[asked["target"]],
     }
 

@@ -12,7 +12,7 @@ from jaxserve.sampling.state import SamplingInputs, SamplingState, init_state
 
 NEUTRAL = {
     "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0, "top_k": 0,
-    "position": 0, "slot": 0, "uses_row": 0, "wants_logprobs": 0,
+    "position": 0, "slot": 0, "uses_row": 0, "guided": 0, "wants_logprobs": 0,
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Reaches the engine only through `AsyncLLM`."""

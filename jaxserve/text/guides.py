@@ -1,0 +1,105 @@
+"""Which tokens may come next if an output is to have a given form: llguidance's answers, as bits for the sampler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxserve.errors import InvalidInputError
+from jaxserve.structured_outputs import StructuredOutputsParams
+from jaxserve.text.tokenizer import Tokenizer
+
+_SPACE = r"[ \t\r\n]{1,40}"
+"""Between JSON's tokens. Without a limit a small model may write line breaks until its tokens are used up."""
+
+
+class Guide:
+    """How far one output has come in its form.
+
+    When the form is complete, or cannot be followed further, only the tokens that end a text are left.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Iterable[int]):
+        self._matcher = matcher
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def advance(self, token_id: int) -> None:
+        """The output goes on with this token."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+    def fill(self, words: np.ndarray) -> None:
+        """Sets the bit of each token that may come next, and no other.
+
+        Args:
+          words: uint32 [W], contiguous; token i is bit i % 32 of word i // 32.
+        """
+        if not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_stopped() or not words.any():
+            words[:] = 0
+            for token_id in self._eos_token_ids:
+                words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def copy(self) -> Guide:
+        return Guide(self._matcher.deep_copy(), self._eos_token_ids)
+
+
+class Guides:
+    """Makes guides for a tokenizer's texts.
+
+    Args:
+      vocab_size: the model's, which may be larger than the tokenizer's.
+      eos_token_ids: what ends a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    @cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        """A quarter of a second for 49,000 tokens, so only when somebody asks for a form."""
+        return LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size,
+                           eos_token=self._eos_token_ids or None)
+
+    def make(self, params: StructuredOutputsParams) -> Guide:
+        """
+        Raises:
+          InvalidInputError: the form cannot be understood, or not followed.
+        """
+        field = f"structured_outputs.{params.form}"
+        value = getattr(params, params.form)
+        try:
+            matcher = LLMatcher(self._ll_tokenizer, _grammar(params), log_level=0)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(field, value, f"what llguidance understands ({error})") from error
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise InvalidInputError(field, value, f"what llguidance understands ({reason})")
+        return Guide(matcher, self._eos_token_ids)
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        # JSON's escapes are Lark's too.
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
+    if params.grammar is not None:
+        return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+    schema: Any = {"type": "object"} if params.json_object else params.json
+    if schema is True:
+        schema = {}
+    if params.disable_additional_properties:
+        schema = {"additionalProperties": False} | schema
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if not params.disable_any_whitespace:
+        options["whitespace_pattern"] = params.whitespace_pattern or _SPACE
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
