@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from jaxserve.engine import profiling
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
@@ -128,12 +128,10 @@ class LLM:
 
     def start_profile(self, directory: str = "profile") -> None:
         """Records what host and device do, until `stop_profile`, as a trace for xprof or Perfetto."""
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would drown, and slow down, what is to be seen
-        jax.profiler.start_trace(directory, create_perfetto_trace=True, profiler_options=options)
+        profiling.start(directory)
 
     def stop_profile(self) -> None:
-        jax.profiler.stop_trace()
+        profiling.stop()
 
     def close(self) -> None:
         """Frees threads and device memory; the LLM can't be used afterwards."""

@@ -92,8 +92,9 @@ class AsyncLLM:
         params = self._serving.default_sampling if sampling_params is None else sampling_params
         make = partial(self._serving.inputs.make, request_id, prompt, params, priority=priority, field=field,
                        business_value=business_value, deadline_s=deadline_s, chat_options=chat_options)
-        # Tokenising a long text takes a while, in which the event loop should go on.
-        group, requests = await asyncio.to_thread(make) if _is_long(prompt) else make()
+        # Tokenising a long text, or understanding a form, takes a while, in which the event loop should go on.
+        takes_time = _is_long(prompt) or params.structured_outputs is not None
+        group, requests = await asyncio.to_thread(make) if takes_time else make()
         if request_id in self._mailboxes:
             raise InvalidInputError("request_id", request_id, "an id that is not in use")
         mailbox = self._mailboxes[request_id] = _Mailbox(params.output_kind)

@@ -14,9 +14,11 @@ from jaxserve.errors import InvalidInputError
 from jaxserve.request import CompletionOutput, RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse
+from jaxserve.server.forms import named_tool
 from jaxserve.server.generation import Generation, Piece, dump, events
 from jaxserve.server.logprobs import Names, chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import MessageParser, message, message_deltas
+from jaxserve.server.parsers import enforced_calls_parser, tool_parser
 from jaxserve.server.protocol import ChatRequest
 from jaxserve.server.responses import (
     ChatChoice,
@@ -27,6 +29,7 @@ from jaxserve.server.responses import (
     DeltaChoice,
 )
 from jaxserve.server.service import Service
+from jaxserve.server.settings import ServerSettings
 from jaxserve.server.stream import EventStream, until_disconnect
 
 router = APIRouter(tags=["OpenAI"])
@@ -42,19 +45,17 @@ async def _answer(service: Service, body: ChatRequest, record: RequestRecord) ->
     model = service.model_name(body.model)
     body.check()
     settings, llm = service.settings, service.llm
-    uses_tools = bool(body.tools) and body.tool_choice != "none"
     if body.tool_choice == "auto" and not settings.enable_auto_tool_choice:
         raise InvalidInputError("tool_choice", "auto", "null or \"none\": this server does not look for calls "
                                 "(--enable-auto-tool-choice --tool-call-parser NAME)")
-    parser = MessageParser(settings.tool_call_parser if uses_tools and settings.enable_auto_tool_choice else None,
-                           settings.reasoning_parser, keeps_reasoning=body.include_reasoning,
-                           parallel=body.parallel_tool_calls is not False)
+    parser = _parser(body, settings)
     more: dict[str, Any] = {"skip_special_tokens": False} if parser.needs_special_tokens else {}
     params = body.sampling_params(
         llm.get_default_sampling_params(),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs, **more)
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
+        structured_outputs=body.form(), **more)
     token_ids = await llm.encode(
         body.plain_messages(), add_special_tokens=bool(body.add_special_tokens), field="messages",
         chat_options=body.template_options(settings.chat_template, trusted=settings.trust_request_chat_template))
@@ -73,6 +74,18 @@ async def _answer(service: Service, body: ChatRequest, record: RequestRecord) ->
     if body.prompt_logprobs is not None:
         answer.prompt_logprobs = prompt_logprobs(pieces[0].output.prompt_logprobs)
     return Response(dump(answer), media_type="application/json")
+
+
+def _parser(body: ChatRequest, settings: ServerSettings) -> MessageParser:
+    """Calls that are enforced come as JSON, and nothing before them; others as the model marks them."""
+    if body.enforces_calls:
+        tool = named_tool(body.tool_choice, body.tools)
+        calls = enforced_calls_parser(tool.function.name if tool else None)
+        return MessageParser(calls, None, keeps_reasoning=False, parallel=body.parallel_tool_calls is not False)
+    looks = bool(body.tools) and body.tool_choice != "none" and settings.enable_auto_tool_choice
+    return MessageParser(tool_parser(settings.tool_call_parser) if looks and settings.tool_call_parser else None,
+                         settings.reasoning_parser, keeps_reasoning=body.include_reasoning,
+                         parallel=body.parallel_tool_calls is not False)
 
 
 def _choice(piece: Piece, body: ChatRequest, parser: MessageParser) -> ChatChoice:

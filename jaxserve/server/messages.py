@@ -9,9 +9,9 @@ from jaxserve.server.parsers import (
     ReasoningDelta,
     ReasoningStream,
     ToolCallDelta,
+    ToolParser,
     ToolStream,
     reasoning_parser,
-    tool_parser,
 )
 from jaxserve.server.parsers import Delta as ParsedDelta
 from jaxserve.server.responses import AssistantMessage, Delta, FunctionCall, ToolCallMessage
@@ -21,13 +21,13 @@ class MessageParser:
     """The texts of one request's choices, whole or in pieces.
 
     Args:
-      tools, reasoning: names of parsers, or None.
+      tools: of calls, or None. reasoning: name of a parser, or None.
       keeps_reasoning: else it is taken out of the text and left out.
       parallel: else only the first tool call counts.
     """
 
-    def __init__(self, tools: str | None, reasoning: str | None, *, keeps_reasoning: bool, parallel: bool):
-        self._tools = None if tools is None else tool_parser(tools)
+    def __init__(self, tools: ToolParser | None, reasoning: str | None, *, keeps_reasoning: bool, parallel: bool):
+        self._tools = tools
         self._reasoning = None if reasoning is None else reasoning_parser(reasoning)
         self._keeps_reasoning, self._parallel = keeps_reasoning, parallel
         self._begins_inside: bool | None = None

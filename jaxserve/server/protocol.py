@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestOutputKind, SamplingParams
+from jaxserve.server.forms import form_of, named_tool, of_arguments, of_calls
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +21,6 @@ MAX_N = 128
 NOT_OFFERED = {
     "use_beam_search": "false: the server has no beam search (the Python class LLM has)",
     "truncate_prompt_tokens": "null: prompts are not cut",
-    "structured_outputs": "null: structured output is not offered yet",
-    "guided_json": "null: structured output is not offered yet",
-    "guided_regex": "null: structured output is not offered yet",
-    "guided_choice": "null: structured output is not offered yet",
-    "guided_grammar": "null: structured output is not offered yet",
-    "guided_decoding_backend": "null: structured output is not offered yet",
     "logits_processors": "null: they would be code",
     "functions": "null: use tools",
     "function_call": "null: use tool_choice",
@@ -77,6 +73,7 @@ class Sampling(BaseModel):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _look_at_the_rest(self) -> Sampling:
@@ -92,6 +89,7 @@ class Sampling(BaseModel):
             if (value := (self.model_extra or {}).get(name)) not in _HARMLESS:
                 raise InvalidInputError(name, value, allowed)
         given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        given.pop("structured_outputs", None)
         return replace(defaults, **given, max_tokens=max_tokens, output_kind=output_kind, **more)
 
 
@@ -124,9 +122,6 @@ class GenerationRequest(Sampling):
             raise InvalidInputError("stream_options", self.stream_options.model_dump(), "only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidInputError("prompt_logprobs", self.prompt_logprobs, "null with stream=true")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidInputError("response_format", self.response_format.type,
-                                    '{"type": "text"}: structured output is not offered yet')
 
     @property
     def includes_usage(self) -> bool:
@@ -262,9 +257,22 @@ class ChatRequest(GenerationRequest, ChatOptions):
             raise InvalidInputError("echo", True, "false: chat completions do not repeat their messages")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidInputError("tool_choice", self.tool_choice, "null, or tools with it")
-        if self.tool_choice == "required" or isinstance(self.tool_choice, Mapping):
-            raise InvalidInputError("tool_choice", self.tool_choice,
-                                    '"auto" or "none": calls can\'t be enforced without structured output')
+        if self.enforces_calls and form_of(self) is not None:
+            raise InvalidInputError("tool_choice", self.tool_choice, '"auto" or "none" where the answer has a form')
+        named_tool(self.tool_choice, self.tools)
+
+    @property
+    def enforces_calls(self) -> bool:
+        """Whether the answer must be a call, or calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
+
+    def form(self) -> StructuredOutputsParams | None:
+        """What the answer must look like, calls included."""
+        if not self.enforces_calls:
+            return form_of(self)
+        if tool := named_tool(self.tool_choice, self.tools):
+            return of_arguments(tool)
+        return of_calls(self.tools or [], parallel=self.parallel_tool_calls is not False)
 
 
 class TokenizeRequest(BaseModel):

@@ -14,6 +14,7 @@ from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse, as_api_error
+from jaxserve.server.forms import form_of
 from jaxserve.server.generation import Generation, Piece, dump
 from jaxserve.server.protocol import DetokenizeRequest, GenerateRequest, TokenizeChatRequest, TokenizeRequest
 from jaxserve.server.responses import Detokenized, Generated, Tokenized
@@ -69,7 +70,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 async def _generate(service: Service, body: GenerateRequest, record: RequestRecord) -> Response:
     params = body.sampling_params(
         service.llm.get_default_sampling_params(), max_tokens=body.max_tokens, logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=body.prompt_logprobs, structured_outputs=form_of(body),
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY)
     generation = await Generation.start(service, record, [(body.prompt, "prompt")], params)
     if not body.stream:

@@ -11,7 +11,8 @@ import pytest
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.errors import InvalidInputError
 
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5},
+                                           "age": {"type": "integer", "minimum": 0, "maximum": 120}},
           "required": ["name", "age"], "additionalProperties": False}
 FORM = {"json": SCHEMA, "disable_any_whitespace": True}
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from jaxserve.errors import InvalidInputError
 from jaxserve.server.parsers.deltas import (
@@ -19,6 +20,7 @@ from jaxserve.server.parsers.deltas import (
 )
 from jaxserve.server.parsers.reasoning import ReasoningParser, ReasoningStream
 from jaxserve.server.parsers.tool_calls import (
+    EnforcedStream,
     HermesStream,
     LlamaStream,
     MistralStream,
@@ -32,9 +34,23 @@ TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 __all__ = [
-    "REASONING_PARSERS", "TOOL_PARSERS", "ContentDelta", "Delta", "ParsedMessage", "ParsedReasoning", "ReasoningDelta",
-    "ReasoningParser", "ReasoningStream", "ToolCall", "ToolCallDelta", "ToolParser", "ToolStream", "reasoning_parser",
-    "tool_parser"]
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "ContentDelta",
+    "Delta",
+    "ParsedMessage",
+    "ParsedReasoning",
+    "ReasoningDelta",
+    "ReasoningParser",
+    "ReasoningStream",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolParser",
+    "ToolStream",
+    "enforced_calls_parser",
+    "reasoning_parser",
+    "tool_parser",
+]
 
 
 def tool_parser(name: str, new_id: Callable[[], str] | None = None) -> ToolParser:
@@ -55,6 +71,15 @@ def tool_parser(name: str, new_id: Callable[[], str] | None = None) -> ToolParse
         case "mistral":
             return ToolParser(name, MistralStream, new_id or new_mistral_id, keep_special_tokens=True)
     raise InvalidInputError("tool_call_parser", name, f"one of {', '.join(TOOL_PARSERS)}")
+
+
+def enforced_calls_parser(name: str | None) -> ToolParser:
+    """Of answers that were made to be calls.
+
+    Args:
+      name: of the one function, whose arguments are the answer; None: the answer is an array of calls.
+    """
+    return ToolParser("enforced", partial(EnforcedStream, name=name), random_id, keep_special_tokens=False)
 
 
 def reasoning_parser(name: str) -> ReasoningParser:

@@ -272,6 +272,24 @@ class MistralStream(ToolStream):
         return self._state == self._after_item
 
 
+class EnforcedStream(MistralStream):
+    """An answer that was made to be nothing but calls: `[{"name": ..., "parameters": {...}}, ...]`, or the arguments of
+    the one that was asked for by `name`."""
+
+    _markers = ()
+
+    def __init__(self, new_id: Callable[[], str], name: str | None = None):
+        super().__init__(new_id)
+        self._state = self._opened
+        if name is not None:
+            self._read(NamedCall(name), "")
+
+    def _content(self) -> bool:
+        self._say(self._input)
+        self._input = ""
+        return False
+
+
 class ToolParser:
     """Takes tool calls out of a model's messages.
 
@@ -281,7 +299,8 @@ class ToolParser:
         skip_special_tokens=False.
     """
 
-    def __init__(self, name: str, stream: type[ToolStream], new_id: Callable[[], str], keep_special_tokens: bool):
+    def __init__(self, name: str, stream: Callable[[Callable[[], str]], ToolStream], new_id: Callable[[], str],
+                 keep_special_tokens: bool):
         self.name, self.keep_special_tokens = name, keep_special_tokens
         self._stream, self._new_id = stream, new_id
 
