@@ -12,6 +12,7 @@ from jaxserve.config import check_finite, check_positive
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import InvalidInputError, PromptTooLongError
 from jaxserve.request import Request, RequestMetrics, SamplingParams
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text import Tokenizer
 from jaxserve.text.guides import Guide, Guides
 
@@ -188,11 +189,12 @@ class InputProcessor:
                 raise PromptTooLongError(field, f"{len(token_ids)} tokens", f"at most {limit} tokens ({name})")
 
     def _guide(self, params: SamplingParams) -> Guide | None:
-        if params.structured_outputs is None:
+        form = StructuredOutputsParams.of(params.structured_outputs)
+        if form is None:
             return None
         if self._guides is None:
-            raise InvalidInputError("structured_outputs", params.structured_outputs, "none without a tokenizer")
-        return self._guides.make(params.structured_outputs)
+            raise InvalidInputError("structured_outputs", form, "none without a tokenizer")
+        return self._guides.make(form)
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Something must be left to choose while `min_tokens` holds off the end."""

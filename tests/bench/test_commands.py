@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from bench import cold_start, host_overhead, kv_waste, latency, memory, server_overhead, throughput
+from bench import cold_start, host_overhead, kv_waste, latency, memory, server_overhead, structured_output, throughput
 
 SMALL = ["--engine-option", "max_num_seqs=4", "--engine-option", "max_num_batched_tokens=16", "--num-new-tokens", "3"]
 
@@ -70,3 +71,17 @@ def test_server_overhead(run):
     found = run(server_overhead.main, "--engine-option", "max_num_batched_tokens=16", "--streams", "4",
                 "--max-tokens", "6", "--prompt-tokens", "4", "--repeat", "1")
     assert found["ratio"] > 0 and all(found["tokens_per_s"][name][0] > 0 for name in ("AsyncLLM", "HTTP"))
+
+
+def test_structured_output(run):
+    found = run(structured_output.main, "--engine-option", "max_num_batched_tokens=16", "--streams", "4",
+                "--schemas", "2", "--seeds", "1", "--max-tokens", "3", "--repeat", "1")
+    assert found["invalid"] == 0 and found["ratio"] > 0
+
+
+def test_schemas_are_schemas_and_differ():
+    schemas = [structured_output.nasty_schema(index) for index in range(100)]
+    for schema in schemas:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert len({json.dumps(schema) for schema in schemas}) > 95
+    assert len(json.dumps(schemas[80:])) > 1.5 * len(json.dumps(schemas[:20]))

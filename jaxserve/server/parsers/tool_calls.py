@@ -227,7 +227,7 @@ class MistralStream(ToolStream):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and of newer models `[TOOL_CALLS]name{...}`, with
     `[CALL_ID]...` and `[ARGS]` after the name or without."""
 
-    _markers = ("[TOOL_CALLS]",)
+    _markers: Sequence[str] = ("[TOOL_CALLS]",)
     _HEAD = re.compile(r"([\w.-]{1,256})\s{0,16}(\[CALL_ID\][\w-]{1,64})?(\[ARGS\])?\s{0,16}(?={)")
     _LONGEST_END = "x[CALL_ID]x[ARGS]{"
     _in_list = False
