@@ -100,9 +100,10 @@ def set_allowed(state: SamplingState, slots: Array, words: Array) -> SamplingSta
 
 def forbid(logits: Array, inputs: SamplingInputs, state: SamplingState) -> Array:
     """Logits [S, V] with -inf for what the masks of guided sequences do not allow."""
-    words = state.allowed[inputs.slot]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]] != 0
+    # By a lookup for each token, so that a vocabulary sharded over devices is masked where it lies.
+    token_ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    words = state.allowed.at[inputs.slot[:, None], (token_ids // 32)[None]].get(mode="promise_in_bounds")
+    allowed = (words >> (token_ids % 32)) & 1 != 0
     return jnp.where(allowed | (inputs.guided == 0)[:, None], logits, -jnp.inf)
 
 
