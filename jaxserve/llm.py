@@ -18,6 +18,7 @@ from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.runner.embedder import Pooling
 from jaxserve.scheduling.report import MemoryReport
 
 
@@ -97,6 +98,27 @@ class LLM:
         """What the KV cache's blocks are used for at this moment."""
         with self._lock:
             return self._engine.memory_report()
+
+    def embed(self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True) -> list[np.ndarray]:
+        """An embedding for each prompt: the decoder's last hidden state of its last token, or the mean of all tokens'.
+
+        Args:
+          prompts: as for `generate`; at most `max_num_batched_tokens` tokens each.
+          normalize: to length 1.
+
+        Returns:
+          float32 [hidden_size] for each, in order.
+
+        Raises:
+          InvalidInputError: what is wrong with a prompt; then none is computed.
+        """
+        given, _ = split_prompts(prompts)
+        with self._lock:
+            self._check_open()
+            ids = [self._serving.inputs.token_ids(prompt, f"prompts[{index}]")[0] for index, prompt in enumerate(given)]
+            for index, each in enumerate(ids):
+                self._engine.embedder.check(each, f"prompts[{index}]")
+            return [self._engine.embed(each, pooling, normalize=normalize) for each in ids]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer (None with skip_tokenizer_init)."""

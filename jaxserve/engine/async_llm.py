@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jaxserve.config import EngineConfig
 from jaxserve.engine import profiling
 from jaxserve.engine.build import Serving, build
@@ -19,6 +21,7 @@ from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.metrics import EngineSnapshot
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.runner.embedder import Pooling
 from jaxserve.scheduling.report import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -148,6 +151,26 @@ class AsyncLLM:
         encode = partial(self._serving.inputs.encode, prompt, field, add_special_tokens=add_special_tokens,
                          chat_options=chat_options or {})
         return await asyncio.to_thread(encode) if _is_long(prompt) else encode()
+
+    def check_embedding(self, token_ids: Any, field: str = "prompt") -> list[int]:
+        """Token ids of which `embed` can make an embedding.
+
+        Raises:
+          InvalidInputError: empty, out of range or too many.
+        """
+        ids, _ = self._serving.inputs.token_ids(token_ids, field)
+        self._engine.embedder.check(ids, field)
+        return ids
+
+    async def embed(self, token_ids: list[int], *, pooling: Pooling = "last", normalize: bool = True) -> np.ndarray:
+        """See `LLM.embed`; of what `check_embedding` gave."""
+        return await asyncio.wrap_future(self._submit(
+            lambda: self._engine.embed(token_ids, pooling, normalize=normalize)))
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of an embedding."""
+        return self._serving.model.hidden_size
 
     def snapshot(self) -> EngineSnapshot:
         """What the engine does and has done; from any thread, without waiting for a step."""

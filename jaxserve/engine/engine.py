@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import get_args
 
 import jax
@@ -17,6 +18,7 @@ from jaxserve.engine.metrics import EngineHistograms, EngineSnapshot
 from jaxserve.engine.outputs import Completion, RequestGroup
 from jaxserve.errors import InvalidInputError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus
+from jaxserve.runner.embedder import Embedder, Pooling
 from jaxserve.runner.model_runner import Dispatched, ModelRunner
 from jaxserve.sampling.rows import needs_row
 from jaxserve.scheduling.limits import BatchDelay
@@ -174,6 +176,14 @@ class Engine:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             self._undelivered += self._read(ahead)
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        return Embedder(self.runner.blueprint)
+
+    def embed(self, token_ids: Sequence[int], pooling: Pooling, *, normalize: bool) -> np.ndarray:
+        """See `Embedder.embed`; between two steps, with the weights in use."""
+        return self.embedder.embed(list(self.runner.params().values()), token_ids, pooling, normalize=normalize)
 
     def close(self) -> None:
         self.runner.close()

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import FileResponse, Response
 
 import jaxserve
-from jaxserve.server import chat, completions, tokens
+from jaxserve.server import chat, completions, embeddings, tokens
 from jaxserve.server.context import RequestContext
 from jaxserve.server.errors import ApiError, add_error_handlers
 from jaxserve.server.metrics import make_registry
@@ -62,7 +62,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, tracing: Tracing | None 
     app = FastAPI(title="jaxserve", version=jaxserve.__version__, lifespan=lifespan, redoc_url=None)
     app.state.service = service
     app.state.registry = make_registry(llm, settings.served_model_name[0], settings.metrics_prefix)
-    for each in (completions.router, chat.router, tokens.router, router):
+    for each in (completions.router, chat.router, embeddings.router, tokens.router, router):
         app.include_router(each)
     if settings.enable_debug_endpoints:
         app.include_router(debug_router)

@@ -91,7 +91,12 @@ def test_values_move_with_requests(tiny: Running) -> None:
 
 def test_gauges_while_requests_run(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     step = tiny.llm._engine.step
-    monkeypatch.setattr(tiny.llm._engine, "step", lambda: (time.sleep(0.1), step())[1])  # 12 s in all
+
+    def slow() -> Any:
+        time.sleep(0.1)  # 12 s in all
+        return step()
+
+    monkeypatch.setattr(tiny.llm._engine, "step", slow)
     body: dict[str, Any] = {"prompt": "fox", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 6,
                             "temperature": 1.0}
     with tiny.http.stream("POST", "/v1/completions", json=body) as answer:
