@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidInputError
+from jaxserve.mappings import from_mapping
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -42,8 +43,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given := self._given()) != 1:
             raise InvalidInputError("structured_outputs", given, f"exactly one of {', '.join(_FORMS)}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
@@ -62,7 +62,10 @@ class StructuredOutputsParams:
     @property
     def form(self) -> str:
         """Which one it is."""
-        return next(name for name in _FORMS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams | None:
@@ -71,9 +74,4 @@ class StructuredOutputsParams:
         Raises:
           InvalidInputError: it is none of these.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        names = [field.name for field in fields(cls)]
-        if not isinstance(value, Mapping) or set(value) - set(names):
-            raise InvalidInputError("structured_outputs", value, f"a mapping of {', '.join(names)}, or None")
-        return cls(**value)
+        return from_mapping(cls, "structured_outputs", value)

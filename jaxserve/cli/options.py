@@ -15,17 +15,19 @@ import typer
 from jaxserve.errors import JaxserveError
 from jaxserve.request import SamplingParams
 
+ENGINE_PANEL = "Engine (defaults follow from model and platform)"
 
-def _option(panel: str, *names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+def option(panel: str, *names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 def _engine(help: str) -> Any:
-    return _option("Engine (defaults follow from model and platform)", help=help)
+    return option(ENGINE_PANEL, help=help)
 
 
 def _sampling(help: str) -> Any:
-    return _option("Sampling", help=help)
+    return option("Sampling", help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,9 @@ class EngineOptions(StepOptions):
 class ModelOptions(EngineOptions):
     """A model and how to run it."""
 
-    model: Annotated[str | None, _option("Model", "--model", "-m", help=(
+    model: Annotated[str | None, option("Model", "--model", "-m", help=(
         "Hugging Face folder, GGUF file, or folder made by `jaxserve convert`. Default: the packaged SmolLM2."))] = None
-    tokenizer: Annotated[str | None, _option("Model", help="Folder of another tokenizer.")] = None
+    tokenizer: Annotated[str | None, option("Model", help="Folder of another tokenizer.")] = None
     compilation_cache_dir: Annotated[str | None, _engine('Where compiled programs are kept; "": nowhere.')] = None
     executables: Annotated[str | None, _engine("Folder that `jaxserve compile` wrote; runs code from it.")] = None
 
@@ -81,7 +83,7 @@ class SamplingOptions:
     frequency_penalty: Annotated[float | None, _sampling("Above 0: avoid them more the more often they came.")] = None
     seed: Annotated[int | None, _sampling("Same seed, same tokens.")] = None
     stop: Annotated[list[str] | None, _sampling("Text that ends the output; may be given several times.")] = None
-    ignore_eos: Annotated[bool | None, _option("Sampling", "--ignore-eos", help=(
+    ignore_eos: Annotated[bool | None, option("Sampling", "--ignore-eos", help=(
         "Generate on past the model's end token."))] = None
 
     def params(self, defaults: SamplingParams, *, packaged_model: bool, n: int = 1) -> SamplingParams:

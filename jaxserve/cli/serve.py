@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from jaxserve.cli.options import ModelOptions
+from jaxserve.cli.options import ENGINE_PANEL, ModelOptions, option
 from jaxserve.errors import InvalidInputError
 
 PACKAGED_NAME = "SmolLM2-135M-Instruct"
 
 
-def _engine(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Engine (defaults follow from model and platform)")
-
-
-def _server(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Server", **more)
+_engine = partial(option, ENGINE_PANEL)
+_server = partial(option, "Server")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,7 +240,8 @@ def _loading(steps: Blueprint, executables: Executables) -> Programs:
     """Programs from files; the one for a first prompt is read while the weights are."""
     programs = Programs(steps, executables)
     by_name = {bucket.name: bucket for bucket in steps.buckets.all()}
-    programs.prefetch([by_name[name] for name in [program_for_first_prompt(by_name)] if name is not None])
+    if (name := program_for_first_prompt(by_name)) is not None:
+        programs.prefetch([by_name[name]])
     return programs
 
 

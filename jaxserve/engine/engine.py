@@ -235,8 +235,7 @@ class Engine:
             token_ids = np.asarray(step.outputs.token_ids).tolist()
             now = time.monotonic()
             self.stats.num_steps += 1
-            self.stats.histograms.iteration_tokens_total.observe(
-                len(step.plan.decodes) + sum(chunk.num_tokens for chunk in step.plan.chunks))
+            self.stats.histograms.iteration_tokens_total.observe(step.plan.num_tokens)
             sampled = HostCopy(step.outputs.logprobs)
             outputs: list[RequestOutput] = []
             num_decodes = len(step.plan.decodes) - step.plan.num_drafts

@@ -93,13 +93,9 @@ class InputProcessor:
     def encode(self, prompt: Prompt, field: str = "prompt", *, add_special_tokens: bool = True,
                chat_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a text or of chat messages, whatever their number; raises as `make`."""
-        if isinstance(prompt, str):
-            return _encode(self._need_tokenizer(field, prompt), prompt, field, add_special_tokens=add_special_tokens)
-        if not _is_messages(prompt):
+        if not isinstance(prompt, str) and not _is_messages(prompt):
             raise InvalidInputError(field, prompt, "a text or chat messages")
-        tokenizer = self._need_tokenizer(field, prompt)
-        text = tokenizer.chat.render(prompt, **(chat_options or {}))
-        return _encode(tokenizer, text, field, add_special_tokens=add_special_tokens)
+        return self._encode_text(prompt, field, chat_options or {}, add_special_tokens=add_special_tokens)[1]
 
     def token_ids(self, prompt: Prompt, field: str = "prompt") -> tuple[list[int], str | None]:
         """Of an acceptable prompt, and its cache_salt; raises as `make`."""
@@ -162,16 +158,20 @@ class InputProcessor:
             if len(given) != 1 or not isinstance(prompt[given[0]], known[given[0]]):
                 raise InvalidInputError(field, dict(prompt), '{"prompt": text} or {"prompt_token_ids": ids}')
             return self._tokenise(prompt[given[0]], f"{field}.{given[0]}", chat_options)
-        if isinstance(prompt, str):
-            return prompt, _encode(self._need_tokenizer(field, prompt), prompt, field, add_special_tokens=True)
-        if _is_messages(prompt):
-            tokenizer = self._need_tokenizer(field, prompt)
-            text = tokenizer.chat.render(prompt, **chat_options)
-            return text, _encode(tokenizer, text, field, add_special_tokens=False)
+        if isinstance(prompt, str) or _is_messages(prompt):
+            # Templates write special tokens themselves.
+            return self._encode_text(prompt, field, chat_options, add_special_tokens=isinstance(prompt, str))
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray))
         if is_list and all(_is_id(item) for item in prompt):
             return None, [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
         raise InvalidInputError(field, prompt, "a text, token ids (integers) or chat messages")
+
+    def _encode_text(self, prompt: str | Sequence[Message], field: str, chat_options: Mapping[str, Any], *,
+                     add_special_tokens: bool) -> tuple[str, list[int]]:
+        """A text, or that of chat messages, and its tokens."""
+        tokenizer = self._need_tokenizer(field, prompt)
+        text = prompt if isinstance(prompt, str) else tokenizer.chat.render(prompt, **chat_options)
+        return text, _encode(tokenizer, text, field, add_special_tokens=add_special_tokens)
 
     def _need_tokenizer(self, field: str, prompt: Any) -> Tokenizer:
         if self.tokenizer is None:

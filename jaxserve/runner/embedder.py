@@ -28,11 +28,10 @@ class Embedder:
         config = blueprint.config
         assert config.max_model_len and config.max_num_batched_tokens
         self.max_tokens = min(config.max_model_len, config.max_num_batched_tokens, MAX_TOKENS)
-        self._blueprint = blueprint
         self._run = jax.jit(partial(_pooled, blueprint), static_argnames="pooling")
 
     def embed(self, leaves: Sequence[jax.Array], token_ids: Sequence[int], pooling: Pooling = "last",
-              *, normalize: bool = True, field: str = "prompt") -> np.ndarray:
+              *, normalize: bool = True) -> np.ndarray:
         """float32 [D]: the last token's state, or the mean of all; of length 1 if `normalize`.
 
         Raises:
@@ -41,7 +40,7 @@ class Embedder:
         if pooling not in get_args(Pooling):
             raise InvalidInputError("pooling", pooling, f"one of {', '.join(get_args(Pooling))}")
         count = len(token_ids)
-        self.check(token_ids, field)
+        self.check(token_ids, "prompt")
         padded = np.zeros(max(_FEWEST_ROWS, 1 << (count - 1).bit_length()), np.int32)
         padded[:count] = token_ids
         state = np.asarray(self._run(tuple(leaves), padded, np.int32(count), pooling=pooling))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import InvalidInputError
+from jaxserve.mappings import from_mapping
 from jaxserve.request import Request
 
 
@@ -44,12 +44,7 @@ class SpeculativeConfig:
         Raises:
           InvalidInputError: it is none of these, or has what there is not.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        names = [field.name for field in fields(cls)]
-        if not isinstance(value, Mapping) or set(value) - set(names):
-            raise InvalidInputError("speculative_config", value, f"a mapping of {', '.join(names)}, or None")
-        return cls(**value)
+        return from_mapping(cls, "speculative_config", value)
 
 
 class NgramDrafter:

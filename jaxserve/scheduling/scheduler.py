@@ -373,14 +373,13 @@ class Scheduler:
             self.prefixes.publish(victim)  # the host keeps a block that others hold too only once
             if self.host.swap_out(victim):
                 num_kept_tokens = victim.num_computed_tokens
-        self._requeue(victim)
-        victim.num_computed_tokens = num_kept_tokens
+        self._requeue(victim, num_kept_tokens)
 
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request, num_kept_tokens: int = 0) -> None:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = num_kept_tokens
         self.waiting.add(request)
 
     def _release(self, request: Request) -> None:

@@ -54,8 +54,7 @@ async def _answer(service: Service, body: ChatRequest, record: RequestRecord) ->
         llm.get_default_sampling_params(),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
-        structured_outputs=body.form(), **more)
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs, **more)
     token_ids = await llm.encode(
         body.plain_messages(), add_special_tokens=bool(body.add_special_tokens), field="messages",
         chat_options=body.template_options(settings.chat_template, trusted=settings.trust_request_chat_template))

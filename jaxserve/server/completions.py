@@ -14,7 +14,6 @@ from jaxserve.engine.inputs import Prompt
 from jaxserve.request import RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse
-from jaxserve.server.forms import form_of
 from jaxserve.server.generation import Generation, Piece, dump, events
 from jaxserve.server.logprobs import CompletionLogprobsBuilder, Names, prompt_logprobs
 from jaxserve.server.protocol import CompletionRequest
@@ -40,7 +39,7 @@ async def _answer(service: Service, body: CompletionRequest, record: RequestReco
     params = body.sampling_params(
         service.llm.get_default_sampling_params(), max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-        logprobs=body.logprobs, prompt_logprobs=scores_prompt, structured_outputs=form_of(body))
+        logprobs=body.logprobs, prompt_logprobs=scores_prompt)
     prompts = [(await _prompt(service, body, prompt, field), field) for prompt, field in
                zip(given, _fields(body, len(given)), strict=True)]
     generation = await Generation.start(service, record, prompts, params, priority=body.priority,

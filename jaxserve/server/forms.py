@@ -9,13 +9,13 @@ from jaxserve.errors import InvalidInputError
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from jaxserve.server.protocol import GenerateRequest, GenerationRequest, Tool
+    from jaxserve.server.protocol import Sampling, Tool
 
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields."""
 
 
-def form_of(body: GenerationRequest | GenerateRequest) -> StructuredOutputsParams | None:
+def form_of(body: Sampling) -> StructuredOutputsParams | None:
     """What a request asks for by its own fields.
 
     Raises:

@@ -111,6 +111,17 @@ class Generation:
             record.metrics = output.metrics
 
 
+async def first_of(pieces: AsyncGenerator[Piece, None], record: RequestRecord) -> Piece:
+    """The piece with which an answer that is streamed begins; if there is none, because the request has failed, the
+    pieces are closed."""
+    record.stream = True
+    try:
+        return await anext(pieces)
+    except BaseException:
+        await pieces.aclose()
+        raise
+
+
 async def events(pieces: AsyncGenerator[Piece, None], record: RequestRecord, *,
                  start: Callable[[], Sequence[str]], chunks: Callable[[Piece], Sequence[str]],
                  end: Callable[[], Sequence[str]]) -> AsyncGenerator[bytes, None]:
@@ -120,12 +131,7 @@ async def events(pieces: AsyncGenerator[Piece, None], record: RequestRecord, *,
     Args:
       start, chunks, end: JSON texts of the events before all pieces, for a piece, and after all.
     """
-    record.stream = True
-    try:
-        first = await anext(pieces)
-    except BaseException:
-        await pieces.aclose()
-        raise
+    first = await first_of(pieces, record)
 
     async def send() -> AsyncGenerator[bytes, None]:
         async with aclosing(pieces):

@@ -82,6 +82,10 @@ class Sampling(BaseModel):
             logger.debug("fields that are not known: %s", sorted(self.model_extra))
         return self
 
+    def form(self) -> StructuredOutputsParams | None:
+        """What the answer must look like."""
+        return form_of(self)
+
     def sampling_params(self, defaults: SamplingParams, *, max_tokens: int | None,
                         output_kind: RequestOutputKind, **more: Any) -> SamplingParams:
         """Raises InvalidInputError for what is out of range or not offered."""
@@ -89,7 +93,7 @@ class Sampling(BaseModel):
             if (value := (self.model_extra or {}).get(name)) not in _HARMLESS:
                 raise InvalidInputError(name, value, allowed)
         given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
-        given.pop("structured_outputs", None)
+        given["structured_outputs"] = self.form()
         return replace(defaults, **given, max_tokens=max_tokens, output_kind=output_kind, **more)
 
 
@@ -259,7 +263,6 @@ class ChatRequest(GenerationRequest, ChatOptions):
             raise InvalidInputError("tool_choice", self.tool_choice, "null, or tools with it")
         if self.enforces_calls and form_of(self) is not None:
             raise InvalidInputError("tool_choice", self.tool_choice, '"auto" or "none" where the answer has a form')
-        named_tool(self.tool_choice, self.tools)
 
     @property
     def enforces_calls(self) -> bool:
@@ -267,9 +270,9 @@ class ChatRequest(GenerationRequest, ChatOptions):
         return self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
 
     def form(self) -> StructuredOutputsParams | None:
-        """What the answer must look like, calls included."""
+        """Calls are a form too."""
         if not self.enforces_calls:
-            return form_of(self)
+            return super().form()
         if tool := named_tool(self.tool_choice, self.tools):
             return of_arguments(tool)
         return of_calls(self.tools or [], parallel=self.parallel_tool_calls is not False)

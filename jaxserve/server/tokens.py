@@ -14,8 +14,7 @@ from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse, as_api_error
-from jaxserve.server.forms import form_of
-from jaxserve.server.generation import Generation, Piece, dump
+from jaxserve.server.generation import Generation, Piece, dump, first_of
 from jaxserve.server.protocol import DetokenizeRequest, GenerateRequest, TokenizeChatRequest, TokenizeRequest
 from jaxserve.server.responses import Detokenized, Generated, Tokenized
 from jaxserve.server.service import Service
@@ -70,19 +69,14 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 async def _generate(service: Service, body: GenerateRequest, record: RequestRecord) -> Response:
     params = body.sampling_params(
         service.llm.get_default_sampling_params(), max_tokens=body.max_tokens, logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs, structured_outputs=form_of(body),
+        prompt_logprobs=body.prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY)
     generation = await Generation.start(service, record, [(body.prompt, "prompt")], params)
     if not body.stream:
         texts = [body.prompt + piece.completion.text for piece in await generation.whole()]
         return Response(dump(Generated(text=texts)), media_type="application/json")
-    record.stream = True
     pieces = generation.pieces()
-    try:
-        first = await anext(pieces)
-    except BaseException:
-        await pieces.aclose()
-        raise
+    first = await first_of(pieces, record)
     return EventStream(_lines(first, pieces, [body.prompt] * params.n, record), "application/x-ndjson")
 
 
