@@ -66,6 +66,13 @@ def _call_c_library(name: str, *arguments: int) -> None:
         function(*arguments)
 
 
+def forget_profile() -> None:
+    """Lets a profile be started again after one that could not be written, to which JAX would hold on."""
+    from jax._src import profiler  # no public name
+
+    profiler._profile_state.reset()
+
+
 def processor_fingerprint() -> str:
     """The same for processors that can run each other's programs."""
     try:

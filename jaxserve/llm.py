@@ -18,7 +18,7 @@ from jaxserve.engine.inputs import Message, Prompt, split_prompts
 from jaxserve.engine.interrupts import interrupts_held
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.runner.embedder import Pooling
+from jaxserve.runner.embedder import Pooling, check_pooling, vectors
 from jaxserve.scheduling.report import MemoryReport
 
 
@@ -112,13 +112,17 @@ class LLM:
         Raises:
           InvalidInputError: what is wrong with a prompt; then none is computed.
         """
-        given, _ = split_prompts(prompts)
+        check_pooling(pooling)
+        given, is_one = split_prompts(prompts)
         with self._lock:
             self._check_open()
-            ids = [self._serving.inputs.token_ids(prompt, f"prompts[{index}]")[0] for index, prompt in enumerate(given)]
-            for index, each in enumerate(ids):
-                self._engine.embedder.check(each, f"prompts[{index}]")
-            return [self._engine.embed(each, pooling, normalize=normalize) for each in ids]
+            embedder, token_ids = self._engine.embedder, []
+            for index, prompt in enumerate(given):
+                field = "prompt" if is_one else f"prompts[{index}]"
+                token_ids.append(self._serving.inputs.token_ids(prompt, field)[0])
+                embedder.check(token_ids[-1], field)
+            return [vector for batch in embedder.batches(token_ids)
+                    for vector in vectors(self._engine.embed(batch, pooling), batch, normalize=normalize)]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer (None with skip_tokenizer_init)."""

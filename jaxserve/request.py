@@ -146,7 +146,7 @@ class SamplingParams:
         number("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
         number("repetition_penalty", 0.0, math.inf, "a finite number above 0", low_open=True)
         integer("seed", -MAX_SEED, "a 64-bit integer or None", optional=True)
-        integer("max_tokens", 1, "an integer, at least 1, or None", optional=True)
+        integer("max_tokens", 1, f"an integer from 1 to {MAX_SEED}, or None", optional=True)
         integer("min_tokens", 0, "an integer, at least 0")
         logprobs = f"an integer from 0 to {MAX_LOGPROBS}, or None"
         integer("logprobs", 0, logprobs, optional=True, high=MAX_LOGPROBS)

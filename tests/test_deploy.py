@@ -29,7 +29,7 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
 EXPORTED = {*GAUGES, *(f"{name}_total" for name in [*COUNTERS, "request_success"]),
             *(f"{name}_{part}" for name in [*HISTOGRAMS, *ALIASES] for part in ("bucket", "sum", "count")),
-            "device_memory_used_bytes", "device_memory_limit_bytes"}
+            "device_memory_used_bytes", "device_memory_limit_bytes", "device_utilization_ratio"}
 
 
 def manifest(name: str) -> Any:
@@ -55,7 +55,7 @@ def test_every_metric_is_exported() -> None:
     asked = {(where, name) for where, text in expressions() for name in re.findall(r"jaxserve:(\w+)", text)}
     assert len(asked) > 25
     assert {(where, name) for where, name in asked if name not in EXPORTED} == set()
-    # What the issue names is somewhere to be seen.
+    # What operators look for is somewhere to be seen.
     assert {"num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc",
             "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
             "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import profiling
+from jaxserve.engine import devices, profiling
 from jaxserve.engine.build import Serving, build
 from jaxserve.engine.inputs import Prompt
+from jaxserve.engine.lane import Lane, settle
 from jaxserve.engine.metrics import EngineSnapshot
 from jaxserve.errors import EngineDeadError, InvalidInputError
 from jaxserve.request import RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.runner.embedder import Pooling
+from jaxserve.runner.embedder import Batch, Pooling, check_pooling, vectors
 from jaxserve.scheduling.report import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class AsyncLLM:
         self._stopping = False
         self._dead: EngineDeadError | None = None
         self._num_requests = 0
+        self._embeddings, self._embedding_compiler = Lane("jaxserve-embed"), Lane("jaxserve-embed-compile")
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -162,10 +164,28 @@ class AsyncLLM:
         self._engine.embedder.check(ids, field)
         return ids
 
-    async def embed(self, token_ids: list[int], *, pooling: Pooling = "last", normalize: bool = True) -> np.ndarray:
-        """See `LLM.embed`; of what `check_embedding` gave."""
-        return await asyncio.wrap_future(self._submit(
-            lambda: self._engine.embed(token_ids, pooling, normalize=normalize)))
+    async def embed(self, prompts: Sequence[list[int]], *, pooling: Pooling = "last",
+                    normalize: bool = True) -> list[np.ndarray]:
+        """See `LLM.embed`; of what `check_embedding` gave. A batch of them goes between two steps, with the weights of
+        that moment; batches of several callers take turns. What has to be compiled holds up neither the steps nor
+        batches of other sizes. A caller who is cancelled frees the turns that are left.
+
+        Raises:
+          EngineDeadError: the engine has failed or was shut down.
+        """
+        check_pooling(pooling)
+        found: list[np.ndarray] = []
+        embedder = self._engine.embedder
+        for batch in embedder.batches(prompts):
+            if not embedder.is_ready(batch):
+                await self._embedding_compiler.run(partial(embedder.prepare, batch))
+            found += await self._embeddings.run(partial(self._embed, batch, pooling, normalize=normalize))
+        return found
+
+    def _embed(self, batch: Batch, pooling: Pooling, *, normalize: bool) -> list[np.ndarray]:
+        """One turn. It lasts until the device is done, so that no two batches go between the same two steps."""
+        pooled = self._submit(lambda: self._engine.embed(batch, pooling)).result()
+        return vectors(pooled, batch, normalize=normalize)
 
     @property
     def hidden_size(self) -> int:
@@ -184,9 +204,12 @@ class AsyncLLM:
         profiling.stop()
 
     def device_memory(self) -> dict[str, dict[str, int]]:
-        """Device -> what it says of its memory, such as bytes_in_use; without devices that say nothing, as CPUs."""
-        devices = self._engine.runner.mesh.devices.flat
-        return {str(device): stats for device in devices if (stats := device.memory_stats())}
+        """See `devices.memory`; of those of the mesh."""
+        return devices.memory(self._engine.runner.mesh.devices.flat)
+
+    def device_utilization(self) -> dict[str, float]:
+        """See `devices.utilization`; of those of the mesh."""
+        return devices.utilization(self._engine.runner.mesh.devices.flat)
 
     @property
     def config(self) -> EngineConfig:
@@ -224,6 +247,8 @@ class AsyncLLM:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        for lane in (self._embedding_compiler, self._embeddings):
+            lane.join()
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:
         """Has the engine's thread run something between two steps."""
@@ -252,10 +277,7 @@ class AsyncLLM:
     def _run_commands(self) -> None:
         while self._commands:
             function, future = self._commands.popleft()
-            try:
-                future.set_result(function())
-            except Exception as error:  # the caller's, not the engine's
-                future.set_exception(error)
+            settle(future, function)
 
     def _die(self, failure: BaseException | None) -> None:
         """Tells everybody who waits, and whoever comes later."""
@@ -266,6 +288,8 @@ class AsyncLLM:
             self._dead = dead
         for _, future in self._commands:
             future.set_exception(dead)
+        for lane in (self._embedding_compiler, self._embeddings):
+            lane.end(partial(_again, dead))
         for mailbox in list(self._mailboxes.values()):
             mailbox.fail(dead)
         self._engine.close()

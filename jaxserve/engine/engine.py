@@ -18,7 +18,7 @@ from jaxserve.engine.metrics import EngineHistograms, EngineSnapshot
 from jaxserve.engine.outputs import Completion, RequestGroup
 from jaxserve.errors import InvalidInputError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus
-from jaxserve.runner.embedder import Embedder, Pooling
+from jaxserve.runner.embedder import Batch, Embedder, Pooling
 from jaxserve.runner.model_runner import Dispatched, ModelRunner
 from jaxserve.sampling.rows import needs_row
 from jaxserve.scheduling.limits import BatchDelay
@@ -181,9 +181,11 @@ class Engine:
     def embedder(self) -> Embedder:
         return Embedder(self.runner.blueprint)
 
-    def embed(self, token_ids: Sequence[int], pooling: Pooling, *, normalize: bool) -> np.ndarray:
-        """See `Embedder.embed`; between two steps, with the weights in use."""
-        return self.embedder.embed(list(self.runner.params().values()), token_ids, pooling, normalize=normalize)
+    def embed(self, batch: Batch, pooling: Pooling) -> jax.Array:
+        """See `Embedder.dispatch`; between two steps, with the weights in use."""
+        pooled = self.embedder.dispatch(list(self.runner.params().values()), batch, pooling)
+        self.stats.num_prompt_tokens += sum(map(len, batch))
+        return pooled
 
     def close(self) -> None:
         self.runner.close()

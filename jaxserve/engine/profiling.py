@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from jaxserve import compat
+
 
 def start(directory: str) -> None:
     """Records until `stop`, as a trace for xprof or Perfetto. One recording at a time."""
@@ -13,5 +15,14 @@ def start(directory: str) -> None:
 
 
 def stop() -> None:
-    """Ends the recording and writes it; raises RuntimeError if there is none."""
-    jax.profiler.stop_trace()
+    """Ends the recording and writes it.
+
+    Raises:
+      RuntimeError: there is none.
+      OSError: it cannot be written, and is lost.
+    """
+    try:
+        jax.profiler.stop_trace()
+    except (jax.errors.JaxRuntimeError, OSError) as error:
+        compat.forget_profile()
+        raise OSError(f"the recording is lost: {error}") from error

@@ -89,7 +89,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing) ->
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
-    """200 once everything is compiled; 503 before that, and when the engine has failed or the server is ending."""
+    """200 once everything is compiled; 503 before that, and when the engine has failed."""
     why_not = Service.of(request).why_not_ready
     if why_not is not None:
         raise ApiError(503, f"not ready: {why_not}", type="server_error", code="not_ready")
@@ -146,6 +146,8 @@ async def _profile(call: Any, done: str) -> dict[str, str]:
         await asyncio.to_thread(call)
     except RuntimeError as error:  # one runs already, or none does
         raise ApiError(400, str(error), code="profiling") from error
+    except OSError as error:
+        raise ApiError(500, str(error), type="server_error", code="profiling") from error
     return {"status": done}
 
 

@@ -98,16 +98,21 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first few of pydantic's complaints; values are not repeated, they may be long or private."""
-    told = [f"{_place(error)}: {error['msg']}" for error in errors[:4]]
-    return ApiError(400, "; ".join(told), param=_param(errors[0]))
+    told = dict.fromkeys(map(_complaint, errors))
+    param = next((part for part in _place(errors[0]) if not part.isdecimal()), None)
+    return ApiError(400, "; ".join([*told][:4]), param=param)
 
 
-def _place(error: Mapping[str, Any]) -> str:
-    inside = [str(part) for part in error["loc"][1:]]
-    return ".".join(inside) or str(error["loc"][0])
+def _complaint(error: Mapping[str, Any]) -> str:
+    match error["type"]:
+        case "json_invalid":
+            return f"the body is no JSON: {error['ctx']['error']} at character {error['loc'][1]}"
+        case "model_attributes_type" if not _place(error):
+            return "the body must be a JSON object, sent with content-type: application/json"
+    return f"{'.'.join(_place(error)) or 'body'}: {error['msg']}"
 
 
-def _param(error: Mapping[str, Any]) -> str | None:
-    """The outermost parameter: around and after it pydantic's location may have names of types."""
-    names = (part for part in error["loc"][1:] if isinstance(part, str) and part.isidentifier() and part.islower())
-    return next(names, None)
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """Parameters and indices. pydantic's location may also have names of types: which of several were tried."""
+    return [str(part) for part in error["loc"][1:] if isinstance(part, int)
+            or (part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"))]

@@ -16,6 +16,7 @@ import uvicorn
 
 from jaxserve.errors import InvalidInputError
 from jaxserve.server.app import create_app
+from jaxserve.server.connection import Connection
 from jaxserve.server.service import Service
 from jaxserve.server.settings import ServerSettings
 
@@ -53,7 +54,7 @@ def run(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> Non
     """
     app = create_app(llm, settings)
     app.state.service.on_ready = _keep_what_there_is
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75,
+    config = uvicorn.Config(app, http=Connection, log_config=None, access_log=False, timeout_keep_alive=75,
                             timeout_graceful_shutdown=int(settings.shutdown_timeout + _LAST_WORDS_S))
     Server(config, app.state.service, settings.shutdown_timeout).run(sockets=[listener])
     _shut_down(llm)

@@ -112,14 +112,18 @@ class EngineCollector(Collector):
         return family
 
     def _devices(self) -> Iterator[GaugeMetricFamily]:
-        """Memory of the devices that tell it; a CPU does not."""
+        """Of the devices that tell it; a CPU does not."""
         used = GaugeMetricFamily(f"{self._prefix}:device_memory_used_bytes", "Device memory in use.", labels=["device"])
         limit = GaugeMetricFamily(f"{self._prefix}:device_memory_limit_bytes", "Device memory there is.",
                                   labels=["device"])
         for name, stats in self._llm.device_memory().items():
             used.add_metric([name], stats.get("bytes_in_use", 0))
             limit.add_metric([name], stats.get("bytes_limit", 0))
-        yield from (used, limit)
+        busy = GaugeMetricFamily(f"{self._prefix}:device_utilization_ratio", "Share of time that a GPU computes, 0 to 1.",
+                                 labels=["device"])
+        for name, share in self._llm.device_utilization().items():
+            busy.add_metric([name], share)
+        yield from (used, limit, busy)
 
 
 def make_registry(llm: AsyncLLM, model_name: str, prefix: str) -> CollectorRegistry:

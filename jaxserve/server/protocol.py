@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticUseDefault
 
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestOutputKind, SamplingParams
@@ -31,6 +32,17 @@ NOT_OFFERED = {
 """Fields that would change the answer and so must not be ignored: what is allowed instead."""
 
 _HARMLESS: tuple[Any, ...] = (None, False, [], {}, ["text"])
+
+
+def _null_is_default(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+_NullIsDefault = BeforeValidator(_null_is_default)
+"""Clients send null for what they leave open."""
+Flag = Annotated[bool, _NullIsDefault]
 
 
 class StreamOptions(BaseModel):
@@ -114,16 +126,17 @@ class GenerationRequest(Sampling):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     request_id: str | None = None
-    priority: int = 0
+    priority: Annotated[int, _NullIsDefault] = 0
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    return_tokens_as_token_ids: bool = False
+    return_tokens_as_token_ids: Flag = False
     response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         """Raises InvalidInputError for combinations that make no sense."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidInputError("stream_options", self.stream_options.model_dump(), "only with stream=true")
+            raise InvalidInputError("stream_options", self.stream_options.model_dump(exclude_unset=True),
+                                    "only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidInputError("prompt_logprobs", self.prompt_logprobs, "null with stream=true")
 
@@ -146,7 +159,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
-    echo: bool = False
+    echo: Flag = False
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -209,7 +222,7 @@ class ChatOptions(BaseModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: Flag = False
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """Raises InvalidInputError where a part is not a text."""
@@ -250,11 +263,13 @@ class ChatRequest(GenerationRequest, ChatOptions):
     top_logprobs: int | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool = True
-    echo: bool = False
+    include_reasoning: Flag = True
+    echo: Flag = False
 
     def check(self) -> None:
         super().check()
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise InvalidInputError("max_completion_tokens", self.max_completion_tokens, "at least 1, or null")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidInputError("top_logprobs", self.top_logprobs, "null, or logprobs=true with it")
         if self.echo:
@@ -283,13 +298,13 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool = True
+    add_special_tokens: Flag = True
     return_token_strs: bool | None = None
 
 
 class TokenizeChatRequest(ChatOptions):
     model: str | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: Flag = False
     return_token_strs: bool | None = None
 
 
@@ -302,7 +317,7 @@ class GenerateRequest(Sampling):
     """POST /generate: a prompt and `SamplingParams`."""
 
     prompt: str
-    stream: bool = False
+    stream: Flag = False
     max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None

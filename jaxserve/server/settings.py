@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from jaxserve.config import check_positive
 from jaxserve.errors import InvalidInputError
 from jaxserve.server.parsers import reasoning_parser, tool_parser
+from jaxserve.text.chat import ChatTemplate
 
 MAX_CHOICES = 2048
 """Most completions that one request may ask for, over all of its prompts."""
@@ -56,16 +60,43 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_name or not all(self.served_model_name):
             raise InvalidInputError("served_model_name", self.served_model_name, "at least one name, none empty")
-        if not all(self.api_key):
-            raise InvalidInputError("api_key", "", "keys that are not empty")
+        if not all(key.isascii() and key.isprintable() and key.split() == [key] for key in self.api_key):
+            raise InvalidInputError("api_key", "(hidden)", "letters, digits and signs of ASCII, at least one, no blank")
         if not self.metrics_prefix.isidentifier():
             raise InvalidInputError("metrics_prefix", self.metrics_prefix, "letters, digits and underscores")
         for name in ("max_body_bytes", "max_concurrent_per_client", "request_timeout", "shutdown_timeout"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        if self.otlp_traces_endpoint is not None:
+            _check_url("otlp_traces_endpoint", self.otlp_traces_endpoint)
+        if self.profile_dir is not None:
+            _make_folder("profile_dir", self.profile_dir)
+        if self.chat_template is not None:
+            ChatTemplate(self.chat_template).check()
         if self.tool_call_parser is not None:
             tool_parser(self.tool_call_parser)
         if self.reasoning_parser is not None:
             reasoning_parser(self.reasoning_parser)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise InvalidInputError("enable_auto_tool_choice", True, "only with --tool-call-parser")
+
+
+def _check_url(field: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise InvalidInputError(field, url, "a URL such as http://localhost:4318/v1/traces")
+
+
+def _make_folder(field: str, folder: str) -> None:
+    """What is written there is written much later, where nobody looks for an error."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        good = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        good = False
+    if not good:
+        raise InvalidInputError(field, folder, "a folder that can be written to")

@@ -41,6 +41,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -87,6 +88,11 @@ class ChatTemplate:
             raise InvalidInputError("messages", chat, f"what the chat template accepts: {error}") from error
         return _cut_at_mark(rendered) if continue_final_message else rendered
 
+    def check(self) -> None:
+        """Raises InvalidInputError for what is no Jinja text."""
+        for text in self.templates.values():
+            _compile(text)
+
     def _select(self, wanted: str | None, tools: Any) -> str:
         if wanted is not None:
             return self.templates.get(wanted, wanted)
@@ -118,9 +124,11 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidInputError(f"{field}.role", role, "a role, such as 'user'")
-    if "content" not in message and role != "assistant":
+    if role == "assistant":
+        message.setdefault("content", "")  # one that only calls tools has none; templates add texts to it
+    elif "content" not in message:
         raise InvalidInputError(f"{field}.content", None, "a text or a list of text parts")
-    _check_content(message.get("content", ""), f"{field}.content")
+    _check_content(message["content"], f"{field}.content")
     _parse_tool_arguments(message)
     reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
     if reasoning is not None:
@@ -159,12 +167,12 @@ def _fit_content(message: dict[str, Any], wants_parts: bool, takes_strings: bool
 
 def _mark_end(chat: list[dict[str, Any]]) -> None:
     content = chat[-1].get("content")
+    if not content:
+        raise InvalidInputError(f"messages[{len(chat) - 1}].content", content, "a text that can be continued")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_MARK
-    elif content:
-        content[-1]["text"] += _CONTINUE_MARK
     else:
-        raise InvalidInputError(f"messages[{len(chat) - 1}].content", content, "a text that can be continued")
+        content[-1]["text"] += _CONTINUE_MARK
 
 
 def _cut_at_mark(rendered: str) -> str:

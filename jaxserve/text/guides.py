@@ -79,11 +79,14 @@ class Guides:
         try:
             matcher = LLMatcher(self._ll_tokenizer, _grammar(params), log_level=0)
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(field, value, f"what llguidance understands ({error})") from error
+            raise _not_understood(field, value, str(error)) from error
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
-            raise InvalidInputError(field, value, f"what llguidance understands ({reason})")
+            raise _not_understood(field, value, matcher.get_error())
         return Guide(matcher, self._eos_token_ids)
+
+
+def _not_understood(field: str, value: Any, why: str) -> InvalidInputError:
+    return InvalidInputError(field, value, f"what llguidance understands ({' '.join(why.split())[:300]})")
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
@@ -93,7 +96,7 @@ def _grammar(params: StructuredOutputsParams) -> str:
         # JSON's escapes are Lark's too.
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
     if params.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+        return LLMatcher.grammar_from_lark(_lark(params.grammar))
     schema: Any = {"type": "object"} if params.json_object else params.json
     if schema is True:
         schema = {}
@@ -103,3 +106,11 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or _SPACE
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+
+
+def _lark(grammar: str) -> str:
+    """Of a grammar in Lark's or in llama.cpp's syntax (GBNF)."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # it knows no narrower type for what is wrong with a grammar
+        raise ValueError(str(error)) from error

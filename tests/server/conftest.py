@@ -21,6 +21,7 @@ import uvicorn
 
 from jaxserve import AsyncLLM
 from jaxserve.server.app import create_app
+from jaxserve.server.connection import Connection
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.tracing import Tracing
 from tests.conftest import TINY_OPTIONS
@@ -59,7 +60,7 @@ class Running:
 def serve(llm: AsyncLLM, *, key: str = "none", tracing: Tracing | None = None, **settings: Any) -> Iterator[Running]:
     """One server; shuts the engine down in the end."""
     given: dict[str, Any] = {"served_model_name": ("tiny",), "warmup": False} | settings
-    config = uvicorn.Config(create_app(llm, ServerSettings(**given), tracing), port=0, log_config=None,
+    config = uvicorn.Config(create_app(llm, ServerSettings(**given), tracing), http=Connection, port=0, log_config=None,
                             timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -142,7 +143,7 @@ def scripted(start: Callable[..., Running]) -> Callable[..., Running]:
     def scripted(vocabulary: Vocabulary, scripts: Mapping[str, Sequence[int]],
                  engine: Mapping[str, Any] | None = None, **settings: Any) -> Running:
         llm: Any = scripted_async_llm(vocabulary, scripts, **(engine or {}))
-        llm.device_memory = dict  # it has no devices
+        llm.device_memory = llm.device_utilization = dict  # it has no devices
         return start(llm, **settings)
 
     return scripted

@@ -91,7 +91,10 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HI, "tools": [{"function": {"name": "f"}}], "tool_choice": "auto"}, 400, "tool_choice"),
     (CHAT, {"messages": HI, "tools": [{"function": {"name": "f"}}], "tool_choice": "required", "guided_regex": "a"},
      400, "tool_choice"),
-    (CHAT, {"messages": HI, "max_completion_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 10**30}, 400, "max_tokens"),
+    (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "xx"}}, 400, "structured_outputs.grammar"),
+    (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "x ::= y"}}, 400, "structured_outputs.grammar"),
     (CHAT, {"messages": HI, "functions": [{"name": "f"}]}, 400, "functions"),
     (CHAT, {"messages": HI, "modalities": ["audio"]}, 400, "modalities"),
     ("/tokenize", {}, 400, "prompt"),
@@ -106,7 +109,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
 HARMLESS: list[dict[str, Any]] = [
     {"user": "me", "store": False, "metadata": {}, "something_unknown": [1]}, {"logit_bias": {}}, {"best_of": 1},
     {"suffix": ""}, {"stop": None, "seed": None, "n": None}, {"response_format": {"type": "text"}},
-    {"use_beam_search": False}, {"seed": -1}, {"top_k": -1}, {"stop": []}]
+    {"use_beam_search": False}, {"echo": None, "priority": None, "return_tokens_as_token_ids": None, "stream": None},
+    {"chat_template_kwargs": {"self": 1, "field": 2, "environment": 3}}, {"seed": -1}, {"top_k": -1}, {"stop": []}]
 
 
 @pytest.fixture
@@ -140,6 +144,21 @@ def test_fields_that_others_understand_do_no_harm(server: Running) -> None:
                 continue
             answer = server.post(path, **body, **extra)
             assert answer.status_code == 200, (extra, answer.text)
+
+
+def test_messages_say_what_is_wrong_in_words_of_the_api(server: Running) -> None:
+    def told(path: str, content: bytes, kind: str = "application/json") -> str:
+        answer = server.http.post(path, content=content, headers={"content-type": kind})
+        message: str = answer.json()["error"]["message"]
+        return message
+
+    for path in (TEXT, "/tokenize"):
+        assert "content-type: application/json" in told(path, b'{"prompt": "a"}', "text/plain")
+    assert told(TEXT, b"{bad").startswith("the body is no JSON: ")
+    assert told(TEXT, b'{"prompt": {}}').split("; ") == [
+        "prompt: Input should be a valid string", "prompt: Input should be a valid list"]
+    assert told("/tokenize", b"{}") == "prompt: Field required; messages: Field required"
+    assert "stream_options={} is" in told(TEXT, b'{"prompt": "a", "stream_options": {}}')
 
 
 def test_codes_that_clients_look_for(server: Running) -> None:

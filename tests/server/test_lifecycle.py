@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,15 @@ def test_profiles_are_recorded_where_the_operator_says(tiny_folder: Path, tmp_pa
     assert server.post("/v1/completions", prompt="fox", max_tokens=2).status_code == 200
     assert server.post("/stop_profile").status_code == 200
     assert list((tmp_path / "out").rglob("*.xplane.pb"))
+    # One that can't be written is lost, and the next one works.
+    shutil.rmtree(tmp_path / "out")
+    assert server.post("/start_profile").status_code == 200
+    (tmp_path / "out").write_text("in the way")
+    lost = server.post("/stop_profile")
+    assert lost.status_code == 500 and lost.json()["error"]["type"] == "server_error"
+    assert "the recording is lost" in lost.json()["error"]["message"]
+    (tmp_path / "out").unlink()
+    assert server.post("/start_profile").status_code == 200 and server.post("/stop_profile").status_code == 200
 
 
 def test_debug_endpoints_only_if_asked(tiny: Running, scripted: Callable[..., Running]) -> None:

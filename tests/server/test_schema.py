@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.server.conftest import Running
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/generate")
 
 
 @pytest.mark.parametrize("num_cases", [20, pytest.param(400, marks=pytest.mark.slow)])

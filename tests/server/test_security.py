@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from jaxserve.errors import InvalidInputError
+from jaxserve.server.settings import ServerSettings
 from tests.faults.scripted import Vocabulary
 from tests.server.conftest import Running, slowly, wait_for
 
@@ -51,6 +55,31 @@ def test_large_bodies_are_refused(scripted: Callable[..., Running]) -> None:
         assert "1000" in answer.json()["error"]["message"]
     assert server.post("/v1/completions", **PROMPT).status_code == 200
     assert server.post("/v1/completions", **PROMPT, user="x" * 900).status_code == 200
+
+
+@pytest.mark.parametrize("head", [
+    b"x-long: " + b"a" * 300_000, b"x-long: " + b"a" * 70_000 + b"\r\n\r\n", b"x-n: 1234567\r\n" * 20_000])
+def test_long_headers_are_refused(scripted: Callable[..., Running], head: bytes) -> None:
+    server = scripted(Vocabulary([]), {})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n")
+        with suppress(OSError):  # it hangs up meanwhile
+            connection.sendall(head)
+        assert connection.recv(12) == b"HTTP/1.1 431"
+    refused = server.http.get("/version", headers={"x-long": "a" * 70_000})
+    assert refused.json()["error"]["code"] == "headers_too_large"
+    assert server.http.get("/version", headers={"x-long": "a" * 50_000}).status_code == 200
+
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("api_key", ("",)), ("api_key", ("ä",)), ("api_key", ("a b",)), ("chat_template", "{% if %}"),
+    ("otlp_traces_endpoint", "localhost:4318"), ("otlp_traces_endpoint", "http://"),
+    ("otlp_traces_endpoint", "http://[x"), ("profile_dir", __file__), ("profile_dir", "/proc/self/x"),
+    ("request_timeout", 0), ("metrics_prefix", "a b"), ("served_model_name", ())])
+def test_settings_that_cannot_work(setting: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=setting):
+        ServerSettings(**({"served_model_name": ("tiny",)} | {setting: value}))
 
 
 def test_one_client_gets_only_so_many_at_a_time(scripted: Callable[..., Running]) -> None:

@@ -88,6 +88,26 @@ def test_enforced_calls(tiny: Running, named: bool, stream: bool) -> None:
     assert json.loads(arguments) in [{"x" if name == "add" else "y": number} for number in (1, 22)]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "drop"}}], ids=str)
+def test_a_call_that_is_cut_off_is_no_text(tiny: Running, choice: Any) -> None:
+    body: dict[str, Any] = {"messages": HI, "tools": TOOLS, "tool_choice": choice, **MORE}
+    for max_tokens in (1, 3, 5):
+        body["max_tokens"] = max_tokens
+        cut = tiny.post("/v1/chat/completions", **body).json()["choices"][0]
+        assert cut["finish_reason"] == "length" and not cut["message"]["content"]
+        chunks = tiny.ai.chat.completions.create(model="tiny", stream=True, **body)
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_a_conversation_goes_on_after_a_call(tiny: Running) -> None:
+    called = tiny.ai.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="required",
+                                             parallel_tool_calls=False, **MORE).choices[0].message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "3"}
+    assert called.content is None
+    tiny.ai.chat.completions.create(model="tiny", messages=[*HI, called, result], max_tokens=2)
+    tiny.ai.chat.completions.create(model="tiny", messages=[*HI, called.model_dump(), result], max_tokens=2)
+
+
 @pytest.mark.parametrize(("choice", "said"), [
     ({"type": "function", "function": {"name": "nope"}}, "NAME one of add, drop"),
     ({"type": "function"}, "NAME one of add, drop"),

@@ -198,6 +198,17 @@ def test_continuing_and_prompting_exclude_each_other() -> None:
         template.render([USER, CALL], continue_final_message=True)
 
 
+def test_a_call_without_content_is_an_empty_text() -> None:
+    template = ChatTemplate(CHATML)
+    without = {key: value for key, value in CALL.items() if key != "content"}
+    expected = template.render([USER, CALL | {"content": ""}, RESULT])
+    assert template.render([USER, CALL, RESULT]) == template.render([USER, without, RESULT]) == expected
+
+
+def test_variables_may_have_any_name() -> None:
+    assert ChatTemplate("{{ self }} {{ text }}").render([USER], self=1, text=2).endswith(" 2")
+
+
 def test_named_templates() -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     template = ChatTemplate(named)

@@ -285,9 +285,11 @@ class EnforcedStream(MistralStream):
             self._read(NamedCall(name), "")
 
     def _content(self) -> bool:
-        self._say(self._input)
         self._input = ""
         return False
+
+    def _say(self, text: str) -> None:
+        """What is no call is the beginning of one that was cut off, and no text for anybody."""
 
 
 class ToolParser:
