@@ -18,7 +18,7 @@ from jaxserve.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jaxserve.runner.blueprint import blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.sharding import make_mesh
-from jaxserve.runner.step import DeviceState, StepOutputs
+from jaxserve.runner.state import DeviceState, StepOutputs
 from jaxserve.text import Tokenizer
 
 

@@ -23,7 +23,7 @@ FORBIDDEN = {
         "jaxserve.scheduling", "jaxserve.sampling", "jaxserve.llm", "jaxserve.engine.engine", "jaxserve.engine.build",
         "jaxserve.engine.outputs"),
 }
-WEB = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "opentelemetry")
+WEB = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "opentelemetry", "ray")
 """Only the server knows these."""
 
 

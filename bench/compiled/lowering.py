@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import DType, EngineConfig, ModelConfig
-from jaxserve.models.params import ParamSpec
+from jaxserve.models.spec import ParamSpec
 from jaxserve.runner.blueprint import blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.kv_cache import CacheSpec

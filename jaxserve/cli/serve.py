@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxserve.cli.options import ENGINE_PANEL, ModelOptions, option
 from jaxserve.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from jaxserve.server.settings import ServerSettings
 
 PACKAGED_NAME = "SmolLM2-135M-Instruct"
 
@@ -93,6 +97,10 @@ class ServerOptions:
     enable_debug_endpoints: Annotated[bool, _server("--enable-debug-endpoints", help="Serve /debug/memory.")] = False
     log_level: Annotated[str, _server(help="debug, info, warning or error.")] = "info"
     log_json: Annotated[bool, _server("--log-json", help="Logs as JSON objects, one a line.")] = False
+    ray: Annotated[bool, _server(
+        "--ray", help="Serve through Ray Serve: on the cluster that RAY_ADDRESS names, else on this machine.")] = False
+    replicas: Annotated[int, _server(
+        help="Engines, each with a copy of the model and GPUs of its own; with --ray.", min=1)] = 1
 
 
 def serve(
@@ -111,6 +119,8 @@ def serve(
     name = model_path or model.model
     if server.log_level not in ("debug", "info", "warning", "error"):
         raise InvalidInputError("log_level", server.log_level, "debug, info, warning or error")
+    if server.replicas > 1 and not server.ray:
+        raise InvalidInputError("replicas", server.replicas, "1 without --ray")
     try:
         from jaxserve.server.logs import set_up
         from jaxserve.server.main import bind, run
@@ -128,11 +138,30 @@ def serve(
             "max_body_bytes", "max_concurrent_per_client", "request_timeout", "metrics_prefix",
             "otlp_traces_endpoint", "enable_debug_endpoints", "trust_request_chat_template",
             "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "warmup", "shutdown_timeout")})
+    if server.ray:
+        _serve_with_ray(name, server, model, settings)
+        return
     listener = bind(server.host, server.port)
     from jaxserve import AsyncLLM
 
     llm = AsyncLLM(**(model.arguments() | {"model": name}))
     run(llm, settings, listener)
+
+
+def _serve_with_ray(name: str | None, server: ServerOptions, model: ServingOptions, settings: ServerSettings) -> None:
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else lines that differ in numbers only would be shown once
+    try:
+        from jaxserve.server import ray_app
+    except ModuleNotFoundError as error:
+        raise InvalidInputError("ray", error.name, "only with `pip install 'jaxserve[ray]'`") from error
+
+    arguments = model.arguments()
+    arguments.pop("model", None)
+    options = ray_app.ReplicaOptions(
+        model=name, tokenizer=arguments.pop("tokenizer", None), num_replicas=server.replicas,
+        tensor_parallel_size=arguments.pop("tensor_parallel_size", None), log_level=server.log_level,
+        log_json=server.log_json)
+    ray_app.run(options, arguments, settings, server.host, server.port)
 
 
 def _template(given: str | None) -> str | None:

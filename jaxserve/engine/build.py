@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from convert.load import from_named, load_params
 from convert.packaged import packaged_smollm2
@@ -23,18 +22,16 @@ from jaxserve.engine.weights import as_params
 from jaxserve.errors import CheckpointError, InvalidInputError
 from jaxserve.executables.ahead import program_for_first_prompt
 from jaxserve.executables.load import Executables
-from jaxserve.models.params import abstract_params
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
 from jaxserve.runner.block_mover import STAGING_BLOCKS, BlockMover
 from jaxserve.runner.blueprint import Blueprint, blocks_per_seq, blueprint, with_blocks
 from jaxserve.runner.capacity import num_host_blocks, token_flops
 from jaxserve.runner.kv_cache import block_bytes
-from jaxserve.runner.kv_scales import SAMPLE_TEXT
 from jaxserve.runner.memory import num_kv_blocks, shard_bytes, working_bytes
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import Programs
-from jaxserve.runner.sharding import TENSOR, make_mesh, param_sharding
+from jaxserve.runner.sharding import TENSOR, make_mesh
 from jaxserve.scheduling.host_tier import HostMemory
 from jaxserve.scheduling.limits import BatchDelay, PrefillLimits
 from jaxserve.scheduling.move_costs import RATES, MoveCosts
@@ -67,9 +64,8 @@ class Serving:
         current = self.engine.runner.params()
 
         def from_hf_names(named: Mapping[str, Any]) -> dict[str, jax.Array]:
-            tensor_parallel_size = self.engine.runner.mesh.shape[TENSOR]
-            expected = abstract_params(self.model, tensor_parallel_size=tensor_parallel_size, dtype=self.config.dtype)
-            return from_named(named, self.model, expected, tensor_parallel_size=tensor_parallel_size,
+            steps = self.engine.runner.blueprint
+            return from_named(named, self.model, steps.params, tensor_parallel_size=steps.mesh.shape[TENSOR],
                               shardings={path: array.sharding for path, array in current.items()})
 
         self.engine.update_weights(as_params(params, current, from_hf_names))
@@ -124,7 +120,7 @@ def build(model: str | None = None, *, tokenizer: str | None = None, skip_tokeni
     config = steps.config
     compat.use_compilation_cache(config.compilation_cache_dir, device.platform)
     programs = None if executables is None else _loading(steps, executables)
-    params = _load(source, model_config, config, mesh)
+    params = _load(source, steps)
     text = None if skip_tokenizer_init else _tokenizer(source, tokenizer)
     logger.info("loaded %s in %.1f s", source.name, time.monotonic() - start)
     engine = make_engine(steps, params, text, programs)
@@ -211,6 +207,8 @@ def _staging_bytes(steps: Blueprint) -> int:
 
 def _sample_tokens(tokenizer: Tokenizer | None, steps: Blueprint) -> list[int]:
     """Of a text with something of everything; without a tokenizer ids from all over the vocabulary."""
+    from jaxserve.runner.kv_scales import SAMPLE_TEXT
+
     vocab_size, most = steps.model.vocab_size, steps.config.max_model_len
     assert most is not None
     if tokenizer is None:
@@ -226,7 +224,7 @@ def _steps(config: EngineConfig, model: ModelConfig,
         executables = Executables(config.executables)
         try:
             as_there = executables.take_over(config).resolve(model, platform)
-            steps = _with_cache(blueprint(model, as_there, mesh))
+            steps = _with_cache(blueprint(model, as_there, mesh, params=executables.params(model)))
             why_not = executables.why_not(steps)
         except InvalidInputError as error:
             why_not = f"with its options {error}"
@@ -245,11 +243,10 @@ def _loading(steps: Blueprint, executables: Executables) -> Programs:
     return programs
 
 
-def _load(source: Source, model: ModelConfig, config: EngineConfig, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    tensor_parallel_size = mesh.shape[TENSOR]
-    expected = abstract_params(model, tensor_parallel_size=tensor_parallel_size, dtype=jnp.dtype(config.dtype))
-    shardings = {path: param_sharding(mesh, spec.shape, spec.axes) for path, spec in expected.items()}
-    return load_params(source, model, expected, tensor_parallel_size=tensor_parallel_size, shardings=shardings)
+def _load(source: Source, steps: Blueprint) -> dict[str, jax.Array]:
+    shardings = {path: leaf.sharding for path, leaf in zip(steps.params, steps.leaves, strict=True)}
+    return load_params(source, steps.model, steps.params, tensor_parallel_size=steps.mesh.shape[TENSOR],
+                       shardings=shardings)
 
 
 def _tokenizer(source: Source, folder: str | None) -> Tokenizer:

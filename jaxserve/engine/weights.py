@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxserve.errors import CheckpointError
 
@@ -51,6 +50,8 @@ def _array(value: Any, dtype: Any) -> jax.Array:
 
 
 def _flat(given: Any) -> dict[str, Any]:
+    from flax import nnx  # a third of a second to import; an engine that loads its steps does without
+
     if isinstance(given, nnx.Module):
         given = nnx.state(given, nnx.Param)
     if isinstance(given, nnx.State):

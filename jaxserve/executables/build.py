@@ -96,8 +96,8 @@ def _build(job: Job, folder: Path, on_start: Callable[[int, int], None],
     warnings.filterwarnings("ignore", "A worker was restarted", module="loky")  # compilers do keep memory
     with ProcessPoolExecutor(job.num_workers, env=job.environment) as pool:
         try:
-            made_for = pool.submit(describe, job).result()
-            manifest = _earlier(folder, made_for, dict(job.compiler_options))
+            made_for, params = pool.submit(describe, job).result()
+            manifest = replace(_earlier(folder, made_for, dict(job.compiler_options)), params=params)
             names = made_for["buckets"]
             missing = [name for name in names if name not in manifest.programs]
             on_start(len(names), len(names) - len(missing))
@@ -120,12 +120,13 @@ def _build(job: Job, folder: Path, on_start: Callable[[int, int], None],
     return manifest
 
 
-def describe(job: Job) -> dict[str, Any]:
-    """The fingerprint of the job's programs. Runs in a worker."""
+def describe(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fingerprint of the job's programs, and the model's parameters. Runs in a worker."""
     from jaxserve.executables.load import fingerprint_of
     from jaxserve.targets import TARGETS, get_target
 
-    return fingerprint_of(_blueprint(job), get_target(job.target).device_name if job.target in TARGETS else None)
+    blueprint, named = _blueprint(job), get_target(job.target).device_name if job.target in TARGETS else None
+    return fingerprint_of(blueprint, named), blueprint.params
 
 
 def compile_program(job: Job, name: str, folder: Path) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxserve.compat import load_program
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ExecutablesError
 from jaxserve.executables import ahead
 from jaxserve.executables.manifest import (
@@ -20,7 +21,9 @@ from jaxserve.executables.manifest import (
     kind_of_cpu,
     read_content,
     read_manifest,
+    shapes_of,
 )
+from jaxserve.models.spec import ParamSpec
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.memory import shard_bytes
@@ -43,6 +46,10 @@ class Executables:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).expanduser()
         self.manifest: Manifest = read_manifest(self.folder)
+
+    def params(self, model: ModelConfig) -> Mapping[str, ParamSpec] | None:
+        """Of this model, if the manifest has them; of these sources and this mesh if `why_not` finds no difference."""
+        return self.manifest.params or None if self.manifest.fingerprint.get("model") == shapes_of(model) else None
 
     def take_over(self, config: EngineConfig) -> EngineConfig:
         """The options with those that nobody gave as they were when the programs were compiled.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxserve.compat import processor_fingerprint
 from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.errors import ExecutablesError
 from jaxserve.files import write_whole
 from jaxserve.fingerprint import compiler_versions, step_sources
+from jaxserve.models.spec import ParamSpec
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -43,11 +46,13 @@ class Manifest:
       fingerprint: see the function of that name.
       programs: by the bucket's name.
       compiler_options: of XLA, if any were given.
+      params: the model's, by path: shape, dtype and axes. An engine that takes them from here has nothing to trace.
     """
 
     fingerprint: dict[str, Any]
     programs: dict[str, Entry] = field(default_factory=dict)
     compiler_options: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, ParamSpec] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,7 +61,11 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Atomically."""
-        write_whole(folder / MANIFEST, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode())
+        write_whole(folder / MANIFEST, json.dumps({"format": _FORMAT, **self._plain()}, indent=1).encode())
+
+    def _plain(self) -> dict[str, Any]:
+        params = {path: [spec.shape, str(spec.dtype), spec.axes] for path, spec in self.params.items()}
+        return asdict(replace(self, params={})) | {"params": params}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -72,7 +81,9 @@ def read_manifest(folder: Path) -> Manifest:
         if found.pop("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT}")
         entries = {str(name): Entry(**entry) for name, entry in found.pop("programs").items()}
-        manifest = Manifest(programs=entries, **found)
+        params = {str(path): ParamSpec(tuple(map(int, shape)), jnp.dtype(dtype), tuple(axes))
+                  for path, (shape, dtype, axes) in found.pop("params", {}).items()}
+        manifest = Manifest(programs=entries, params=params, **found)
         _check(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ExecutablesError(f"executables={str(folder)!r}: its {MANIFEST} cannot be read ({error!r})") from error
@@ -104,11 +115,19 @@ def fingerprint(model: ModelConfig, config: EngineConfig, *, num_blocks: int, te
       target: the kind of device.
       buckets: their names.
     """
-    shapes = {name: value for name, value in asdict(model).items() if name != "hf_config"}
     options = {name: getattr(config, name) for name in _SHAPING} | {"num_blocks": num_blocks}
-    found = {"model": shapes, "options": options, "mesh": {"tensor": tensor_parallel_size}, "target": dict(target),
-             "buckets": buckets, "versions": compiler_versions(), "sources": step_sources()}
-    return json.loads(json.dumps(found))  # as a manifest gives it back
+    found = {"model": shapes_of(model), "options": options, "mesh": {"tensor": tensor_parallel_size},
+             "target": dict(target), "buckets": buckets, "versions": compiler_versions(), "sources": step_sources()}
+    return _as_read(found)
+
+
+def shapes_of(model: ModelConfig) -> dict[str, Any]:
+    """All that is in a config, but for what it was read from; as a manifest gives it back."""
+    return _as_read({name: value for name, value in asdict(model).items() if name != "hf_config"})
+
+
+def _as_read(written: Any) -> Any:
+    return json.loads(json.dumps(written))
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

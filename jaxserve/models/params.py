@@ -7,7 +7,6 @@ once at load, and merged inside the trace, where it costs nothing at run time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,20 +18,7 @@ from jax.tree_util import PyTreeDef
 from jaxserve.config import ModelConfig
 from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder import Decoder
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """What one parameter must be.
-
-    Attributes:
-      axes: per axis its logical name ("vocab", "embed", "table_width", "kv_heads", "head", "mlp") or
-        None; sharding derives from it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    axes: tuple[str | None, ...]
+from jaxserve.models.spec import ParamSpec
 
 
 def abstract_model(config: ModelConfig, *, tensor_parallel_size: int = 1, dtype: Any = jnp.float32) -> Decoder:

@@ -3,8 +3,8 @@ and for planning and compiling ahead on another machine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jax.tree_util import PyTreeDef
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.models.params import ParamSpec, abstract_model, abstract_params, split
+from jaxserve.models.spec import ParamSpec
 from jaxserve.runner.batch import BatchLayout
 from jaxserve.runner.buckets import Bucket, Buckets
 from jaxserve.runner.kv_cache import CacheSpec, cache_dtype, cache_spec
 from jaxserve.runner.sharding import TENSOR, param_sharding, replicated
-from jaxserve.runner.step import DeviceState, abstract_state, output_tree, run_step
+from jaxserve.runner.state import DeviceState, abstract_state, output_tree
 from pallas_kernels.paged_attention.api import QUERY_TILE
 
 
@@ -39,7 +39,6 @@ class Blueprint:
     mesh: Mesh
     cache: CacheSpec
     params: dict[str, ParamSpec]
-    graphdef: PyTreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     state: DeviceState
     buckets: Buckets
@@ -49,15 +48,26 @@ class Blueprint:
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:
         """The bucket's step, traced. For a mesh of devices that are not there: inside `targets.lowering_for`."""
+        from jaxserve.runner.step import run_step
+
         layout = self.layout(bucket)
 
         def step(leaves: Any, state: Any, ints: Any, floats: Any) -> Any:  # the compiled text keeps these names
-            return run_step(self.graphdef, layout, self.mesh, leaves, state, ints, floats)
+            return run_step(self.decoder, layout, self.mesh, leaves, state, ints, floats)
 
         # The state must come back as it went in, or the next step would not take it.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state), replicated(self.mesh)
         jitted: Any = jax.jit(step, donate_argnums=1, out_shardings=shardings)
         return jitted.lower(*self.arguments(bucket))
+
+    def decoder(self, leaves: Sequence[Any]) -> Any:
+        """The model with these in place of `leaves`; inside a trace."""
+        # Not at the top: flax and all layers are imported for it, which an engine that loads its steps can do without.
+        from jaxserve.models.params import abstract_model, merge, split
+
+        graphdef, _, _ = split(abstract_model(self.model, tensor_parallel_size=self.mesh.shape[TENSOR],
+                                              dtype=self.config.dtype))
+        return merge(graphdef, leaves)
 
     def arguments(self, bucket: Bucket) -> tuple[Any, ...]:
         """Abstract arguments of the bucket's program."""
@@ -71,20 +81,25 @@ class Blueprint:
         return jax.tree.structure((self.arguments(bucket), {})), output_tree(self.state, bucket)
 
 
-def blueprint(model: ModelConfig, config: EngineConfig, mesh: Mesh, num_blocks: int = 2) -> Blueprint:
-    """Of an engine with these resolved options and so many KV blocks."""
+def blueprint(model: ModelConfig, config: EngineConfig, mesh: Mesh, num_blocks: int = 2,
+              params: Mapping[str, ParamSpec] | None = None) -> Blueprint:
+    """Of an engine with these resolved options and so many KV blocks.
+
+    Args:
+      params: `abstract_params` of the model, if they are known.
+    """
     assert config.max_num_seqs and config.max_num_batched_tokens, "config is not resolved"
-    made = partial(abstract_model, model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype))
-    graphdef, _, paths = split(made())
-    specs = abstract_params(model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype))
-    params = {path: specs[path] for path in paths}
+    if params is None:
+        from jaxserve.models.params import abstract_params
+
+        params = abstract_params(model, tensor_parallel_size=mesh.shape[TENSOR], dtype=jnp.dtype(config.dtype))
     leaves = tuple(abstract_array(spec, mesh) for spec in params.values())
     buckets = Buckets(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                       query_tile=QUERY_TILE, platform=mesh.devices.flat[0].platform)
     cache = cache_spec(model, num_blocks=num_blocks, block_size=config.block_size,
                        tensor_parallel_size=mesh.shape[TENSOR], dtype=cache_dtype(config))
     state = abstract_state(cache, config.max_num_seqs, model.vocab_size, mesh)
-    return Blueprint(model, config, mesh, cache, params, graphdef, leaves, state, buckets)
+    return Blueprint(model, config, mesh, cache, dict(params), leaves, state, buckets)
 
 
 def abstract_array(spec: ParamSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:

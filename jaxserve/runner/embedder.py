@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from jax.stages import Compiled
 
 from jaxserve import compat
 from jaxserve.errors import InvalidInputError, PromptTooLongError
-from jaxserve.layers.attention import Cache, HeadTransform
-from jaxserve.models.params import merge
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.sharding import replicated
 from pallas_kernels.rope_kv_write import split_and_rotate
+
+if TYPE_CHECKING:
+    from jaxserve.layers.attention import Cache, HeadTransform
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ def _pooled(blueprint: Blueprint, leaves: Any, ints: jax.Array, shares: jax.Arra
     token_ids, positions, prompts = ints
     with jax.sharding.use_abstract_mesh(blueprint.mesh.abstract_mesh):
         nothing = ((None, None),) * blueprint.model.num_layers
-        hidden, _ = merge(blueprint.graphdef, leaves)(token_ids, positions, nothing, _PackedBatch(positions, prompts))
+        hidden, _ = blueprint.decoder(leaves)(token_ids, positions, nothing, _PackedBatch(positions, prompts))
     of_prompt = jnp.where(jnp.arange(MAX_PROMPTS)[:, None] == prompts, shares, 0)
     # As a product, whose order of summation is fixed; in float32, which GPUs would round to 10 bits.
     return jnp.dot(of_prompt, hidden.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.layers.attention import DenseBatch, HeadTransform
-from jaxserve.models.params import merge
 from jaxserve.runner.blueprint import Blueprint
 from pallas_kernels.rope_kv_write import split_and_rotate
 
@@ -57,7 +56,7 @@ def scale_finder(blueprint: Blueprint) -> Callable[[Sequence[jax.Array], Sequenc
         with jax.sharding.use_abstract_mesh(blueprint.mesh.abstract_mesh):
             positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
             nothing = ((None, None),) * blueprint.model.num_layers
-            _, seen = merge(blueprint.graphdef, leaves)(tokens, positions, nothing, _Watched(positions))
+            _, seen = blueprint.decoder(leaves)(tokens, positions, nothing, _Watched(positions))
         return jax.tree.map(lambda number: jnp.maximum(number, 1e-6) * (HEADROOM / 127), seen)
 
     return lambda leaves, token_ids: largest(tuple(leaves), jnp.asarray(token_ids, jnp.int32))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxserve.compat import gpu_memory_fraction
 from jaxserve.config import EngineConfig
 from jaxserve.errors import OutOfMemoryError
-from jaxserve.models.params import ParamSpec
+from jaxserve.models.spec import ParamSpec
 from jaxserve.runner.blueprint import Blueprint, abstract_array, with_blocks
 from jaxserve.runner.capacity import num_blocks_in, stated_cache_bytes
 from jaxserve.runner.kv_cache import CacheSpec, block_bytes

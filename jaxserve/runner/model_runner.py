@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,13 +16,15 @@ from jaxserve.runner.assembler import BatchAssembler
 from jaxserve.runner.block_mover import BlockMover
 from jaxserve.runner.blueprint import Blueprint
 from jaxserve.runner.kv_cache import scaled
-from jaxserve.runner.kv_scales import scale_finder
 from jaxserve.runner.programs import Programs
-from jaxserve.runner.step import StepOutputs, zeros_like
+from jaxserve.runner.state import StepOutputs, zeros_like
 from jaxserve.sampling import rows
 from jaxserve.sampling.state import mask_words, set_allowed, set_bias, set_row
 from jaxserve.scheduling.plan import StepPlan
 from pallas_kernels.paged_attention.api import QUERY_TILE
+
+if TYPE_CHECKING:
+    from jaxserve.runner.kv_scales import Scales
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ class ModelRunner:
     def __init__(self, blueprint: Blueprint, params: Mapping[str, jax.Array], block_tables: np.ndarray,
                  programs: Programs | None = None, sample_tokens: Sequence[int] = (),
                  mover: BlockMover | None = None):
-        self._scales_of, self._sample_tokens = scale_finder(blueprint), sample_tokens
+        self._sample_tokens = sample_tokens
         self.blueprint = blueprint
         self.mesh, self.buckets = blueprint.mesh, blueprint.buckets
         self._leaves = tuple(params[path] for path in blueprint.params)
@@ -103,6 +106,12 @@ class ModelRunner:
             return
         scales = self._scales_of(self._leaves, self._sample_tokens)
         self._state = replace(self._state, caches=scaled(self._state.caches, scales))
+
+    @cached_property
+    def _scales_of(self) -> Callable[[Sequence[jax.Array], Sequence[int]], Scales]:
+        from jaxserve.runner.kv_scales import scale_finder  # with all layers, which may not be needed
+
+        return scale_finder(self.blueprint)
 
     def params(self) -> dict[str, jax.Array]:
         """The weights in use by dotted path."""

@@ -2,71 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
+from jax.sharding import Mesh
 
-from jaxserve.models.params import merge
 from jaxserve.runner.batch import SLOT_FLOATS, SLOT_INTS, BatchLayout, cut
-from jaxserve.runner.buckets import Bucket
-from jaxserve.runner.kv_cache import Caches, CacheSpec, ScaledCache, parts
+from jaxserve.runner.kv_cache import parts
 from jaxserve.runner.paged_batch import Fields, PagedBatch, row_positions
-from jaxserve.runner.sharding import TENSOR, cache_sharding, replicated
-from jaxserve.sampling.logprobs import Logprobs, logprobs, prompt_logprobs
+from jaxserve.runner.state import DeviceState, StepOutputs
+from jaxserve.sampling.logprobs import logprobs, prompt_logprobs
 from jaxserve.sampling.sampler import sample
-from jaxserve.sampling.state import SamplingInputs, SamplingState, init_state
+from jaxserve.sampling.state import SamplingInputs
 from pallas_kernels.dispatch import compiling_for
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeviceState:
-    """What lives on the device from step to step; donated to each.
-
-    Attributes:
-      last_tokens: [num_slots + 1] int32, each running request's newest token; the last is a trash slot for padding.
-
-    Also used with `jax.ShapeDtypeStruct`s in place of arrays.
-    """
-
-    caches: Caches
-    last_tokens: jax.Array
-    sampling: SamplingState
+MakeModel = Callable[[Sequence[jax.Array]], Any]
+"""The model with these weights; see `Blueprint.decoder`."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepOutputs:
-    """What the host may read of a step.
-
-    Attributes:
-      token_ids: [S] int32, sampled; meaningless where the sequence does not sample.
-      logprobs: of the sampled tokens, [S, ...]; meaningful only if some sequence wanted them.
-      prompt_logprobs: of each row's following token, [T, ...]; None in decode steps.
-    """
-
-    token_ids: jax.Array
-    logprobs: Logprobs
-    prompt_logprobs: Logprobs | None
-
-
-def run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, *arguments: Any) -> tuple[DeviceState, StepOutputs]:
+def run_step(decoder: MakeModel, layout: BatchLayout, mesh: Mesh, *arguments: Any) -> tuple[DeviceState, StepOutputs]:
     """`_run_step` with the mesh known to whatever asks for it while it is traced."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), compiling_for(mesh.devices.flat[0]):
-        return _run_step(graphdef, layout, mesh, *arguments)
+        return _run_step(decoder, layout, mesh, *arguments)
 
 
-def _run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.Array], state: DeviceState,
-             ints: jax.Array, floats: jax.Array) -> tuple[DeviceState, StepOutputs]:
+def _run_step(decoder: MakeModel, layout: BatchLayout, mesh: Mesh, leaves: Sequence[jax.Array], state: DeviceState,
+              ints: jax.Array, floats: jax.Array) -> tuple[DeviceState, StepOutputs]:
     """One step of the model over a packed batch (`BatchLayout`). Traced once for each bucket."""
     fields = cut(ints, layout.int_fields) | cut(floats, layout.float_fields)
-    model = merge(graphdef, leaves)
+    model = decoder(leaves)
     block_size = parts(state.caches[0][0])[0].shape[1]
     positions, slot_mapping = row_positions(fields, block_size)
     token_ids = _input_tokens(fields, state.last_tokens)
@@ -85,37 +51,6 @@ def _run_step(graphdef: Any, layout: BatchLayout, mesh: Mesh, leaves: Sequence[j
         slots = jnp.where(fields["samples"] > 0, fields["slots"], trash)
         last_tokens = state.last_tokens.at[slots].set(sampled)
     return DeviceState(caches, last_tokens, sampling), StepOutputs(sampled, of_sampled, prompt)
-
-
-def abstract_state(cache_spec: CacheSpec, num_slots: int, vocab_size: int, mesh: Mesh) -> DeviceState:
-    """Shapes, dtypes and shardings of the state; no memory is taken."""
-    whole = replicated(mesh)
-    cache: Any = jax.ShapeDtypeStruct(cache_spec.shape, cache_spec.dtype, sharding=cache_sharding(mesh))
-    if cache_spec.has_scales:
-        by_head = NamedSharding(mesh, PartitionSpec(TENSOR))
-        cache = ScaledCache(cache, jax.ShapeDtypeStruct((cache_spec.num_kv_heads,), jnp.float32, sharding=by_head))
-    last_tokens = jax.ShapeDtypeStruct((num_slots + 1,), jnp.int32, sharding=whole)
-    sampling = jax.eval_shape(partial(init_state, num_slots, vocab_size))
-    sampling = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), sampling)
-    caches: Any = ((cache, cache),) * cache_spec.num_layers
-    return DeviceState(caches, cast(jax.Array, last_tokens), sampling)
-
-
-def zeros_like(state: DeviceState) -> DeviceState:
-    """The state itself, zeroed, each array made where it will live."""
-    def make() -> DeviceState:  # one program: an engine that loads its steps compiles little else
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    made: DeviceState = jax.jit(make, out_shardings=shardings)()
-    return made
-
-
-def output_tree(state: DeviceState, bucket: Bucket) -> PyTreeDef:
-    """Structure of what a bucket's step returns."""
-    of_tokens: Any = (0, 0, 0, 0)  # a leaf each
-    outputs = StepOutputs(cast(jax.Array, 0), of_tokens, None if bucket.is_decode else of_tokens)
-    return jax.tree.structure((state, outputs))
 
 
 def _input_tokens(fields: Fields, last_tokens: jax.Array) -> jax.Array:

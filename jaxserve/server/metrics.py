@@ -119,7 +119,7 @@ class EngineCollector(Collector):
         for name, stats in self._llm.device_memory().items():
             used.add_metric([name], stats.get("bytes_in_use", 0))
             limit.add_metric([name], stats.get("bytes_limit", 0))
-        busy = GaugeMetricFamily(f"{self._prefix}:device_utilization_ratio", "Share of time that a GPU computes, 0 to 1.",
+        busy = GaugeMetricFamily(f"{self._prefix}:device_utilization_ratio", "Share of time in which it computes.",
                                  labels=["device"])
         for name, share in self._llm.device_utilization().items():
             busy.add_metric([name], share)

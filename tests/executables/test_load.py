@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,15 @@ def test_tokens_are_the_same_and_nothing_is_compiled(tiny_folder, compiled, expe
     assert tokens == expected
     assert len(loaded) == llm._engine.runner.programs.num_compiled == 3
     assert not [record for record in caplog.messages if record.startswith("compiled") or "not used" in record]
+
+
+def test_nothing_is_imported_that_only_tracing_needs(tiny_folder: Path, compiled: Path) -> None:
+    """flax alone takes a third of a second."""
+    code = (f"import sys; from jaxserve import LLM; llm = LLM({str(tiny_folder)!r}, executables={str(compiled)!r}, "
+            f"skip_tokenizer_init=True, **{OPTIONS}); llm.generate([[5, 6, 7]], use_tqdm=False); "
+            "print({'flax', 'jaxserve.layers.attention'} & sys.modules.keys())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "set()"
 
 
 def test_program_for_a_first_prompt_is_begun_before_the_engine(tiny_folder, compiled, expected, loaded) -> None:
@@ -188,7 +199,9 @@ def test_a_folder_without_a_manifest_is_an_error(tiny_folder: Path, tmp_path: Pa
                                      '{"format": 1, "programs": {}, "fingerprint": {"options": 3}}',
                                      '{"format": 1, "programs": {}, "fingerprint": {"options": {"num_blocks": null}}}',
                                      '{"format": 1, "programs": {}, "fingerprint": {"buckets": 5, "options": '
-                                     '{"num_blocks": 9}}}'])
+                                     '{"num_blocks": 9}}}',
+                                     '{"format": 1, "programs": {}, "params": {"a": [[1], "int5", [null]]}, '
+                                     '"fingerprint": {"options": {"num_blocks": 9}}}'])
 def test_a_broken_manifest_is_an_error(content: str, tiny_folder: Path, copied: Path) -> None:
     (copied / MANIFEST).write_text(content)
     with pytest.raises(ExecutablesError, match="cannot be read"):

@@ -21,7 +21,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.request import Request, RequestOutputKind
 from jaxserve.runner.model_runner import Dispatched
-from jaxserve.runner.step import StepOutputs
+from jaxserve.runner.state import StepOutputs
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.text import Tokenizer

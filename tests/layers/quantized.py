@@ -11,7 +11,8 @@ from jaxserve.config import ModelConfig, QuantizationConfig, RopeConfig
 from jaxserve.layers.fp8 import Fp8Linear
 from jaxserve.layers.int4 import Int4Linear
 from jaxserve.models.decoder import Decoder
-from jaxserve.models.params import ParamSpec, abstract_params, model_from_params
+from jaxserve.models.params import abstract_params, model_from_params
+from jaxserve.models.spec import ParamSpec
 
 CONFIGS = {"int4": QuantizationConfig(group_size=64, symmetric=False), "fp8": QuantizationConfig(kind="fp8")}
 

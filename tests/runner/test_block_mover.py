@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxserve.parallel import TENSOR
 from jaxserve.runner.block_mover import MOST_AHEAD, BlockMover, _set, _take
 from jaxserve.runner.kv_cache import CacheSpec, parts
-from jaxserve.runner.step import abstract_state
+from jaxserve.runner.state import abstract_state
 from jaxserve.scheduling.move_costs import MOVE_BATCH
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.targets import compile_for, get_target
