@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import InvalidInputError, JaxserveError
 from jaxserve.request import SamplingParams
 
 ENGINE_PANEL = "Engine (defaults follow from model and platform)"
@@ -43,10 +43,17 @@ class StepOptions:
     gpu_memory_utilization: Annotated[float | None, _engine(
         "Share of a GPU's memory to use, unless --kv-cache-memory-bytes is given.")] = None
     tensor_parallel_size: Annotated[int | None, _engine("Devices over which the model is split.")] = None
+    mesh: Annotated[str | None, _engine("The same, as a mesh: tensor=N.")] = None
 
     def arguments(self) -> dict[str, Any]:
         """Those that were given, as keyword arguments of `LLM` and `AsyncLLM`."""
-        return _given(self)
+        given = _given(self)
+        if (mesh := given.pop("mesh", None)) is not None:
+            axis, _, size = mesh.partition("=")
+            good = axis == "tensor" and size.isdecimal()
+            if not good or given.setdefault("tensor_parallel_size", int(size)) != int(size):
+                raise InvalidInputError("mesh", mesh, "tensor=N, with the N of --tensor-parallel-size if there is one")
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,9 +289,11 @@ class Engine:
         if completion.finish_reason is not None:
             metrics.last_token_time_s = now
             completion.finish()
-            histograms.finished(request, metrics, completion.group.params.n)
+            histograms.finished(request, metrics)
             self._retire(completion)
-            self.stats.num_finished += completion.group.num_unfinished == 0
+            if completion.group.num_unfinished == 0:
+                self.stats.num_finished += 1
+                histograms.request_params_n.observe(completion.group.params.n)
             outputs += completion.group.on_finish(completion)
         elif completion.streams:
             metrics.last_token_time_s = now

@@ -171,7 +171,14 @@ class InputProcessor:
         """A text, or that of chat messages, and its tokens."""
         tokenizer = self._need_tokenizer(field, prompt)
         text = prompt if isinstance(prompt, str) else tokenizer.chat.render(prompt, **chat_options)
+        self._check_length(tokenizer, text, field)
         return text, _encode(tokenizer, text, field, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, tokenizer: Tokenizer, text: str, field: str) -> None:
+        """A text that can't but be too long is not tokenised: ten million characters take seconds, and gigabytes."""
+        if len(text) > self._max_model_len and len(text) > (most := self._max_model_len * tokenizer.longest_token):
+            raise PromptTooLongError(field, f"{len(text)} characters",
+                                     f"at most {self._max_model_len} tokens (max_model_len), so {most} characters")
 
     def _need_tokenizer(self, field: str, prompt: Any) -> Tokenizer:
         if self.tokenizer is None:

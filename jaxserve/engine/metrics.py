@@ -65,11 +65,10 @@ class EngineHistograms:
     request_params_n: Histogram = field(default_factory=partial(Histogram, _FEW))
     iteration_tokens_total: Histogram = field(default_factory=partial(Histogram, _TOKENS))
 
-    def finished(self, request: Request, metrics: RequestMetrics, n: int) -> None:
-        """A completion has got its last token; `n`: of how many of its prompt."""
+    def finished(self, request: Request, metrics: RequestMetrics) -> None:
+        """A completion has got its last token."""
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
         self.request_generation_tokens.observe(len(request.output_token_ids))
-        self.request_params_n.observe(n)
         if request.params.max_tokens is not None:
             self.request_params_max_tokens.observe(request.params.max_tokens)
         arrival, scheduled = metrics.arrival_time_s, metrics.first_scheduled_time_s

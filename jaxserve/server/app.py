@@ -87,6 +87,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing) ->
     app.add_middleware(RequestContext, tracing=tracing)
 
 
+@router.head("/health", include_in_schema=False)  # of which some load balancers ask
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
     """200 once everything is compiled; 503 before that, and when the engine has failed."""

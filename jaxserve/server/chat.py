@@ -15,7 +15,7 @@ from jaxserve.request import CompletionOutput, RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse
 from jaxserve.server.forms import named_tool
-from jaxserve.server.generation import Generation, Piece, dump, events
+from jaxserve.server.generation import Generation, Piece, dump, events, written
 from jaxserve.server.logprobs import Names, chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import MessageParser, message, message_deltas
 from jaxserve.server.parsers import enforced_calls_parser, tool_parser
@@ -38,7 +38,8 @@ router = APIRouter(tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses={400: {"model": ErrorResponse}})
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""
-    return await until_disconnect(request, _answer(Service.of(request), body, RequestRecord.of(request.scope)))
+    with body.own_names():
+        return await until_disconnect(request, _answer(Service.of(request), body, RequestRecord.of(request.scope)))
 
 
 async def _answer(service: Service, body: ChatRequest, record: RequestRecord) -> Response:
@@ -66,13 +67,19 @@ async def _answer(service: Service, body: ChatRequest, record: RequestRecord) ->
     make = dict(id=f"chatcmpl-{body.request_id or record.request_id}", created=int(time.time()), model=model,
                 system_fingerprint=service.fingerprint)
     if body.stream:
-        return EventStream(await _stream(generation, body, record, parser, make, params.n))
+        return EventStream(await _stream(generation, body, record, parser, make, params.n, token_ids))
     pieces = await generation.whole()
-    answer = ChatCompletion(**make, choices=[_choice(piece, body, parser) for piece in pieces],  # type: ignore[arg-type]
-                            usage=generation.usage)
-    if body.prompt_logprobs is not None:
-        answer.prompt_logprobs = prompt_logprobs(pieces[0].output.prompt_logprobs)
-    return Response(dump(answer), media_type="application/json")
+
+    def write() -> str:
+        answer = ChatCompletion(**make, choices=[_choice(piece, body, parser) for piece in pieces],  # type: ignore[arg-type]
+                                usage=generation.usage)
+        if body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(pieces[0].output.prompt_logprobs)
+        if body.return_token_ids:
+            answer.prompt_token_ids = token_ids
+        return dump(answer)
+
+    return await written(write, params)
 
 
 def _parser(body: ChatRequest, settings: ServerSettings) -> MessageParser:
@@ -92,29 +99,32 @@ def _choice(piece: Piece, body: ChatRequest, parser: MessageParser) -> ChatChoic
     found = message(parser.deltas(piece.choice, completion.text, is_last=True))
     return ChatChoice(index=piece.choice, message=found, logprobs=_logprobs(completion, body),
                       finish_reason=_finish_reason(completion, calls=bool(found.tool_calls)),
-                      stop_reason=completion.stop_reason)
+                      stop_reason=completion.stop_reason,
+                      token_ids=completion.token_ids if body.return_token_ids else None)
 
 
 async def _stream(generation: Generation, body: ChatRequest, record: RequestRecord, parser: MessageParser,
-                  make: dict[str, Any], n: int) -> Any:
+                  make: dict[str, Any], n: int, prompt: list[int]) -> Any:
     chunk = partial(ChatCompletionChunk, **make)
+    first: dict[str, Any] = {"prompt_token_ids": prompt} if body.return_token_ids else {}
 
     def usage() -> dict[str, Any]:
         return {"usage": generation.usage} if body.continuous_usage else {}
 
     def start() -> list[str]:
-        return [dump(chunk(choices=[DeltaChoice(index=index, delta=Delta(role="assistant", content=""))], **usage()))
-                for index in range(n)]
+        return [dump(chunk(choices=[DeltaChoice(index=index, delta=Delta(role="assistant", content=""))], **usage(),
+                           **first)) for index in range(n)]
 
     def chunks(piece: Piece) -> list[str]:
         completion = piece.completion
         deltas = message_deltas(parser.deltas(piece.choice, completion.text, is_last=completion.finished))
         logprobs = _logprobs(completion, body)
-        if not deltas and (completion.finished or logprobs is not None):
+        token_ids = completion.token_ids if body.return_token_ids else None
+        if not deltas and (completion.finished or logprobs is not None or token_ids):
             deltas = [Delta() if completion.finished else Delta(content="")]
         choices = [DeltaChoice(index=piece.choice, delta=delta) for delta in deltas]
         if choices:
-            choices[0].logprobs = logprobs
+            choices[0].logprobs, choices[0].token_ids = logprobs, token_ids
         if completion.finished:
             choices[-1].finish_reason = _finish_reason(completion, calls=parser.has_calls(piece.choice))
             choices[-1].stop_reason = completion.stop_reason

@@ -14,7 +14,7 @@ from jaxserve.engine.inputs import Prompt
 from jaxserve.request import RequestOutputKind
 from jaxserve.server.context import RequestRecord
 from jaxserve.server.errors import ErrorResponse
-from jaxserve.server.generation import Generation, Piece, dump, events
+from jaxserve.server.generation import Generation, Piece, dump, events, written
 from jaxserve.server.logprobs import CompletionLogprobsBuilder, Names, prompt_logprobs
 from jaxserve.server.protocol import CompletionRequest
 from jaxserve.server.responses import Completion, CompletionChoice
@@ -27,7 +27,8 @@ router = APIRouter(tags=["OpenAI"])
 @router.post("/v1/completions", response_model=Completion, responses={400: {"model": ErrorResponse}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Goes on with texts."""
-    return await until_disconnect(request, _answer(Service.of(request), body, RequestRecord.of(request.scope)))
+    with body.own_names():
+        return await until_disconnect(request, _answer(Service.of(request), body, RequestRecord.of(request.scope)))
 
 
 async def _answer(service: Service, body: CompletionRequest, record: RequestRecord) -> Response:
@@ -48,12 +49,12 @@ async def _answer(service: Service, body: CompletionRequest, record: RequestReco
                    model=model, system_fingerprint=service.fingerprint)
     choices = _Choices(service, body, given)
     if not body.stream:
-        found = [choices.next(piece) for piece in await generation.whole()]
-        return Response(dump(make(choices=found, usage=generation.usage)), media_type="application/json")
+        pieces = await generation.whole()
+        return await written(lambda: dump(make(choices=[*map(choices.next, pieces)], usage=generation.usage)), params)
 
     def chunks(piece: Piece) -> list[str]:
         choice = choices.next(piece)
-        if not choice.text and choice.finish_reason is None and choice.logprobs is None:
+        if not (choice.text or choice.finish_reason or choice.logprobs or choice.token_ids):
             return []  # nothing to see: part of a character, or of what may become a stop string
         usage = generation.usage if body.continuous_usage else None
         return [dump(make(choices=[choice], usage=usage))]
@@ -102,6 +103,9 @@ class _Choices:
                 builder.add_prompt(piece.output.prompt_token_ids, piece.output.prompt_logprobs, echoed)
             logprobs = builder.add(completion.token_ids, completion.logprobs or [])
         own: dict[str, Any] = {}
+        if body.return_token_ids:
+            own |= {"token_ids": completion.token_ids}
+            own |= {"prompt_token_ids": piece.output.prompt_token_ids} if is_first else {}
         if body.prompt_logprobs is not None:
             own["prompt_logprobs"] = prompt_logprobs(piece.output.prompt_logprobs)
         return CompletionChoice(

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 << 10
 """Of request line and headers together. The parser keeps them in memory, whatever their size."""
+RECEIVE_TIMEOUT_S = 60.0
+"""For all of a request, from when the connection is there or the request begins."""
 
 
 class TooLongError(Exception):
@@ -20,9 +22,21 @@ class TooLongError(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """Answers 431, in the form of all errors, and hangs up when a request's head is too long."""
+    """Answers 431, in the form of all errors, and hangs up when a request's head is too long; hangs up when a request
+    does not come."""
 
     transport: asyncio.Transport
+    _timer: asyncio.TimerHandle
+    _in_head = True
+    _head = _unparsed = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(RECEIVE_TIMEOUT_S, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -31,12 +45,19 @@ class Connection(HttpToolsProtocol):
         if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
-    _in_head = True
-    _head = _unparsed = 0
-
     def on_message_begin(self) -> None:
         self._in_head, self._head = True, 0
+        self._timer.cancel()
+        self._timer = self.loop.call_later(RECEIVE_TIMEOUT_S, self._give_up)
         super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._timer.cancel()
+        super().on_message_complete()
+
+    def _give_up(self) -> None:
+        if not self._in_head or self.cycle is None or self.cycle.response_complete:  # else it still gets an answer
+            self.transport.close()
 
     def on_url(self, url: bytes) -> None:
         self._count(url)

@@ -35,6 +35,14 @@ def form_of(body: Sampling) -> StructuredOutputsParams | None:
     return next(iter(found.values()), None)
 
 
+def form_field(body: Sampling) -> str | None:
+    """The field by which a request asks for a form, where it isn't the engine's own, structured_outputs."""
+    for field in _GUIDED:
+        if (body.model_extra or {}).get(field) is not None:
+            return field
+    return None if getattr(body, "response_format", None) is None else "response_format"
+
+
 def _of_response_format(kind: str, more: Mapping[str, Any]) -> StructuredOutputsParams:
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
@@ -79,4 +87,6 @@ def of_calls(tools: Sequence[Tool], *, parallel: bool) -> StructuredOutputsParam
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:
-    return {"type": "object"} | (tool.function.parameters or {})
+    if not tool.function.parameters:  # a function that takes nothing
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object"} | tool.function.parameters

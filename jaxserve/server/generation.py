@@ -9,6 +9,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import Response
+
 from jaxserve.engine.inputs import Prompt
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
@@ -57,8 +59,9 @@ class Generation:
         Raises:
           JaxserveError: the request is wrong or there is no room for it.
         """
-        if len(prompts) * params.n > MAX_CHOICES:
-            raise InvalidInputError("n", params.n, f"at most {MAX_CHOICES} completions over all prompts")
+        if len(prompts) * params.n > (most := _most_choices(service)):
+            raise InvalidInputError(*(("prompt", f"{len(prompts)} prompts") if params.n == 1 else ("n", params.n)),
+                                    f"at most {most} completions over all prompts")
         streams: list[RequestStream] = []
         try:
             for prompt, field in prompts:
@@ -109,6 +112,14 @@ class Generation:
         record.finish_reasons += [c.finish_reason for c in output.outputs if c.finish_reason is not None]
         if prompt == 0:
             record.metrics = output.metrics
+
+
+def _most_choices(service: Service) -> int:
+    """More than run and wait at most could never be queued together."""
+    config = service.llm.config
+    if config.max_waiting_requests is None or config.max_num_seqs is None:
+        return MAX_CHOICES
+    return min(MAX_CHOICES, config.max_num_seqs + config.max_waiting_requests)
 
 
 async def first_of(pieces: AsyncGenerator[Piece, None], record: RequestRecord) -> Piece:
@@ -187,6 +198,12 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
     return CompletionOutput(completion.index, "", [], logprobs=[], finish_reason="length")
+
+
+async def written(write: Callable[[], str], params: SamplingParams) -> Response:
+    """A whole answer. With log-probabilities it can have hundreds of thousands of numbers: others go on meanwhile."""
+    has_many = params.logprobs is not None or params.prompt_logprobs is not None
+    return Response(await asyncio.to_thread(write) if has_many else write(), media_type="application/json")
 
 
 def dump(model: Any) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 from pydantic_core import PydanticUseDefault
 
 from jaxserve.errors import InvalidInputError
 from jaxserve.request import RequestOutputKind, SamplingParams
-from jaxserve.server.forms import form_of, named_tool, of_arguments, of_calls
+from jaxserve.server.forms import form_field, form_of, named_tool, of_arguments, of_calls
 from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def _null_is_default(value: Any) -> Any:
 _NullIsDefault = BeforeValidator(_null_is_default)
 """Clients send null for what they leave open."""
 Flag = Annotated[bool, _NullIsDefault]
+Words = Annotated[list[str], Field(max_length=1024)]
+"""Each is tokenised, or looked for at every step."""
 
 
 class StreamOptions(BaseModel):
@@ -72,7 +75,7 @@ class Sampling(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Words | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -82,7 +85,7 @@ class Sampling(BaseModel):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Words | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -97,6 +100,20 @@ class Sampling(BaseModel):
     def form(self) -> StructuredOutputsParams | None:
         """What the answer must look like."""
         return form_of(self)
+
+    @contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Inside, errors name the fields of the request instead of those that the engine knows."""
+        try:
+            yield
+        except InvalidInputError as error:
+            if (field := self.own_name(error.field)) == error.field:
+                raise
+            value = "what is given" if field == "tools" else error.value  # of which the engine saw something else
+            raise type(error)(field, value, error.allowed) from error
+
+    def own_name(self, field: str) -> str:
+        return form_field(self) or field if field.startswith("structured_outputs") else field
 
     def sampling_params(self, defaults: SamplingParams, *, max_tokens: int | None,
                         output_kind: RequestOutputKind, **more: Any) -> SamplingParams:
@@ -119,6 +136,7 @@ class GenerationRequest(Sampling):
       add_special_tokens: whether the tokenizer adds BOS and the like; default: yes for completions, no for chats, whose
         template writes them.
       return_tokens_as_token_ids: tokens in logprobs are written as "token_id:123".
+      return_token_ids: the answer has token ids too, the prompt's and the completion's.
     """
 
     model: str | None = None
@@ -130,6 +148,7 @@ class GenerationRequest(Sampling):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: Flag = False
+    return_token_ids: Flag = False
     response_format: ResponseFormat | None = None
 
     def check(self) -> None:
@@ -157,10 +176,10 @@ class CompletionRequest(GenerationRequest):
       max_tokens: 0 is possible with echo: then nothing is generated.
     """
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
     max_tokens: int | None = 16
     echo: Flag = False
-    logprobs: int | None = None
+    logprobs: StrictInt | None = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -216,7 +235,7 @@ class Tool(BaseModel):
 class ChatOptions(BaseModel):
     """How messages become a prompt; see `ChatTemplate.render`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
     tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
@@ -268,8 +287,6 @@ class ChatRequest(GenerationRequest, ChatOptions):
 
     def check(self) -> None:
         super().check()
-        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
-            raise InvalidInputError("max_completion_tokens", self.max_completion_tokens, "at least 1, or null")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidInputError("top_logprobs", self.top_logprobs, "null, or logprobs=true with it")
         if self.echo:
@@ -283,6 +300,15 @@ class ChatRequest(GenerationRequest, ChatOptions):
     def enforces_calls(self) -> bool:
         """Whether the answer must be a call, or calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, Mapping)
+
+    def own_name(self, field: str) -> str:
+        if field.startswith("structured_outputs") and self.enforces_calls:
+            return "tools"
+        if field == "logprobs" and self.top_logprobs is not None:
+            return "top_logprobs"
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().own_name(field)
 
     def form(self) -> StructuredOutputsParams | None:
         """Calls are a form too."""
@@ -310,7 +336,7 @@ class TokenizeChatRequest(ChatOptions):
 
 class DetokenizeRequest(BaseModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[StrictInt]
 
 
 class GenerateRequest(Sampling):

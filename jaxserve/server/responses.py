@@ -1,4 +1,5 @@
-"""What answers carry: OpenAI's fields, and vLLM's `stop_reason`, `prompt_logprobs` and `reasoning_content`."""
+"""What answers carry: OpenAI's fields, and vLLM's `stop_reason`, `prompt_logprobs`, `reasoning_content`, `token_ids`
+and `prompt_token_ids`."""
 
 from __future__ import annotations
 
@@ -59,6 +60,8 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: Annotated[PromptLogprobs | None, Optional] = None
+    token_ids: Annotated[list[int] | None, Optional] = None
+    prompt_token_ids: Annotated[list[int] | None, Optional] = None
 
 
 class Completion(_Answer):
@@ -111,6 +114,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: Annotated[list[int] | None, Optional] = None
 
 
 class ChatCompletion(_Answer):
@@ -118,6 +122,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: Annotated[PromptLogprobs | None, Optional] = None
+    prompt_token_ids: Annotated[list[int] | None, Optional] = None
 
 
 class Delta(BaseModel):
@@ -133,12 +138,14 @@ class DeltaChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: Annotated[int | str | None, Optional] = None
+    token_ids: Annotated[list[int] | None, Optional] = None
 
 
 class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[DeltaChoice]
     usage: Annotated[Usage | None, Optional] = None
+    prompt_token_ids: Annotated[list[int] | None, Optional] = None
 
 
 class ModelCard(BaseModel):

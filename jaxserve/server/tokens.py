@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -20,11 +21,14 @@ from jaxserve.server.responses import Detokenized, Generated, Tokenized
 from jaxserve.server.service import Service
 from jaxserve.server.stream import EventStream, until_disconnect
 
+if TYPE_CHECKING:
+    from jaxserve.engine.async_llm import AsyncLLM
+
 router = APIRouter(tags=["vLLM"], responses={400: {"model": ErrorResponse}})
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest | TokenizeChatRequest, request: Request) -> Tokenized:
+@router.post("/tokenize", response_model=Tokenized)
+async def tokenize(body: TokenizeRequest | TokenizeChatRequest, request: Request) -> Response:
     """Token ids of a text, or of messages in the model's chat template."""
     service = Service.of(request)
     service.model_name(body.model)
@@ -41,8 +45,8 @@ async def tokenize(body: TokenizeRequest | TokenizeChatRequest, request: Request
     if body.return_token_strs:
         tokenizer = service.llm.get_tokenizer()
         texts = [tokenizer.token_text(token_id) for token_id in token_ids]
-    return Tokenized(count=len(token_ids), max_model_len=service.llm.max_model_len, tokens=token_ids,
-                     token_strs=texts)
+    found = Tokenized(count=len(token_ids), max_model_len=service.llm.max_model_len, tokens=token_ids, token_strs=texts)
+    return Response(dump(found), media_type="application/json")  # it needs none of FastAPI's checks
 
 
 @router.post("/detokenize")
@@ -50,20 +54,25 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
     """The text of token ids, special ones included."""
     service = Service.of(request)
     service.model_name(body.model)
-    vocab_size = service.llm.vocab_size
-    for token_id in body.tokens:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidInputError("tokens", token_id, f"token ids from 0 to {vocab_size - 1}")
-    tokenizer = service.llm.get_tokenizer()
+    return Detokenized(prompt=await asyncio.to_thread(_text, service.llm, body.tokens))
+
+
+def _text(llm: AsyncLLM, token_ids: list[int]) -> str:
+    for token_id in token_ids:
+        if not 0 <= token_id < llm.vocab_size:
+            raise InvalidInputError("tokens", token_id, f"token ids from 0 to {llm.vocab_size - 1}")
+    tokenizer = llm.get_tokenizer()
     if tokenizer is None:
-        raise InvalidInputError("tokens", body.tokens, "nothing: this engine has no tokenizer")
-    return Detokenized(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+        raise InvalidInputError("tokens", token_ids, "nothing: this engine has no tokenizer")
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return text
 
 
 @router.post("/generate", response_model=Generated)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     """Prompt and completions as plain texts; streamed as one JSON object a line, each with all the text so far."""
-    return await until_disconnect(request, _generate(Service.of(request), body, RequestRecord.of(request.scope)))
+    with body.own_names():
+        return await until_disconnect(request, _generate(Service.of(request), body, RequestRecord.of(request.scope)))
 
 
 async def _generate(service: Service, body: GenerateRequest, record: RequestRecord) -> Response:

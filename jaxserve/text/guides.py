@@ -82,7 +82,15 @@ class Guides:
             raise _not_understood(field, value, str(error)) from error
         if matcher.is_error():
             raise _not_understood(field, value, matcher.get_error())
+        if not matcher.is_accepting() and self._has_no_beginning(matcher):
+            raise InvalidInputError(field, value, "a form that some text has")
         return Guide(matcher, self._eos_token_ids)
+
+    def _has_no_beginning(self, matcher: LLMatcher) -> bool:
+        """As of a schema that consists of itself."""
+        words = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return matcher.is_stopped() or not words.any()
 
 
 def _not_understood(field: str, value: Any, why: str) -> InvalidInputError:

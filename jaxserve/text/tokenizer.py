@@ -67,7 +67,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with BOS and the like where the tokenizer adds them. May be empty."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens)[0]  # the backend lets other threads run for batches only
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, in parallel."""
@@ -133,6 +133,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model's logits may be padded to more."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of a text that one token can stand for."""
+        # Unicode's composition makes one character of up to four.
+        shrinks = 1 if self.backend.normalizer is None else 4
+        return shrinks * max(map(len, self.backend.get_vocab()), default=1)
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:

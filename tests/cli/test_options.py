@@ -35,6 +35,15 @@ def call(*arguments: str):
     return CliRunner().invoke(app, arguments)
 
 
+def test_a_mesh_is_a_tensor_parallel_size() -> None:
+    for arguments in (["--mesh", "tensor=2"], ["--mesh", "tensor=2", "--tensor-parallel-size", "2"]):
+        assert ModelOptions(mesh="tensor=2").arguments() == {"tensor_parallel_size": 2}
+        assert "{'tensor_parallel_size': 2}" in call("x", *arguments).output
+    for mesh in ("2", "tensor", "tensor=", "tensor=-1", "data=2", "tensor=3"):
+        refused = call("x", "--mesh", mesh, "--tensor-parallel-size", "2")
+        assert refused.exit_code == 2 and f"mesh={mesh!r}" in refused.output
+
+
 def test_groups_become_options() -> None:
     result = call("x", "--model", "m", "--max-num-seqs", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
     assert result.exit_code == 0, result.output

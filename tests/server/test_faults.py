@@ -197,3 +197,26 @@ def test_usage_comes_only_to_those_who_ask(scripted: Callable[..., Running]) -> 
         assert found == sorted(found) and found[-1] == 3 and len(set(found)) > 2
         refused = server.post(path, **body, stream_options={"include_usage": True})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream_options"
+
+
+@pytest.mark.parametrize("body", [{"prompt": "fox"}, {"prompt": [[102, 103], [97]]},
+                                  {"messages": [{"role": "user", "content": "fox"}], "logprobs": True}], ids=str)
+def test_token_ids_if_asked(tiny: Running, body: dict[str, Any]) -> None:
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    body = body | {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    plain = tiny.post(path, **body).json()
+    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in {**plain, **plain["choices"][0]}
+    whole, streamed = both(tiny, path, **body, return_token_ids=True)
+    prompts: dict[int, list[int]] = {}
+    joined: dict[int, list[int]] = {choice["index"]: [] for choice in whole["choices"]}
+    for chunk in streamed:
+        for choice in chunk["choices"]:
+            joined[choice["index"]] += choice.get("token_ids") or []
+            for holder in (chunk, choice):
+                if "prompt_token_ids" in holder:
+                    assert choice["index"] not in prompts, "once"
+                    prompts[choice["index"]] = holder["prompt_token_ids"]
+    for choice in whole["choices"]:
+        assert len(choice["token_ids"]) == 9 and joined[choice["index"]] == choice["token_ids"]
+        assert prompts[choice["index"]] == choice.get("prompt_token_ids", whole.get("prompt_token_ids"))
+    assert sum(map(len, prompts.values())) == whole["usage"]["prompt_tokens"]

@@ -155,7 +155,7 @@ def test_every_engine_option_has_a_flag() -> None:
     from jaxserve.cli.serve import ServingOptions
 
     flags = {field.name for field in fields(ServingOptions)}
-    assert {field.name for field in fields(EngineConfig)} - flags == {"mesh", "priority_weights"}
+    assert {field.name for field in fields(EngineConfig)} - flags == {"priority_weights"}
     given = ServingOptions(speculative_config='{"method": "ngram"}', swap_space=1.5).arguments()
     assert given == {"speculative_config": {"method": "ngram"}, "swap_space": 1.5}
 

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from jaxserve.errors import InvalidInputError
+from jaxserve.server import connection
 from jaxserve.server.settings import ServerSettings
 from tests.faults.scripted import Vocabulary
 from tests.server.conftest import Running, slowly, wait_for
@@ -70,6 +71,23 @@ def test_long_headers_are_refused(scripted: Callable[..., Running], head: bytes)
     refused = server.http.get("/version", headers={"x-long": "a" * 70_000})
     assert refused.json()["error"]["code"] == "headers_too_large"
     assert server.http.get("/version", headers={"x-long": "a" * 50_000}).status_code == 200
+
+
+def test_who_sends_no_request_is_hung_up_on(scripted: Callable[..., Running], monkeypatch: pytest.MonkeyPatch,
+                                            caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(connection, "RECEIVE_TIMEOUT_S", 0.3)
+    server = scripted(Vocabulary([]), {})
+    slowly(server.llm, 0.02)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 500\r\n"
+    for sent in (b"", head, head + b"\r\n", head + b'\r\n{"prompt": "'):
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(sent)
+            assert client.recv(100) == b""
+    long = server.post("/v1/completions", prompt="a", max_tokens=40, ignore_eos=True)
+    assert long.status_code == 200 and long.elapsed.total_seconds() > 0.6, "answers may take longer"
+    assert server.http.get("/version").status_code == 200, "the connection too"
+    assert "unexpected" not in caplog.text
 
 
 @pytest.mark.parametrize(("setting", "value"), [

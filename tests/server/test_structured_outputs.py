@@ -108,6 +108,16 @@ def test_a_conversation_goes_on_after_a_call(tiny: Running) -> None:
     tiny.ai.chat.completions.create(model="tiny", messages=[*HI, called.model_dump(), result], max_tokens=2)
 
 
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_function_without_parameters_takes_none(tiny: Running, parameters: Any) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "now"} | ({} if parameters is None else
+                                                                     {"parameters": parameters})}]
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        [call] = tiny.ai.chat.completions.create(model="tiny", messages=HI, tools=tools, tool_choice=choice,  # type: ignore
+                                                 parallel_tool_calls=False, **MORE).choices[0].message.tool_calls
+        assert call.function.name == "now" and json.loads(call.function.arguments) == {}
+
+
 @pytest.mark.parametrize(("choice", "said"), [
     ({"type": "function", "function": {"name": "nope"}}, "NAME one of add, drop"),
     ({"type": "function"}, "NAME one of add, drop"),
