@@ -60,8 +60,8 @@ class Generation:
           JaxserveError: the request is wrong or there is no room for it.
         """
         if len(prompts) * params.n > (most := _most_choices(service)):
-            raise InvalidInputError(*(("prompt", f"{len(prompts)} prompts") if params.n == 1 else ("n", params.n)),
-                                    f"at most {most} completions over all prompts")
+            field, value = ("prompt", f"{len(prompts)} prompts") if params.n == 1 else ("n", str(params.n))
+            raise InvalidInputError(field, value, f"at most {most} completions over all prompts")
         streams: list[RequestStream] = []
         try:
             for prompt, field in prompts:

@@ -113,7 +113,7 @@ def test_a_function_without_parameters_takes_none(tiny: Running, parameters: Any
     tools: Any = [{"type": "function", "function": {"name": "now"} | ({} if parameters is None else
                                                                      {"parameters": parameters})}]
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
-        [call] = tiny.ai.chat.completions.create(model="tiny", messages=HI, tools=tools, tool_choice=choice,  # type: ignore
+        [call] = tiny.ai.chat.completions.create(model="tiny", messages=HI, tools=tools, tool_choice=choice,
                                                  parallel_tool_calls=False, **MORE).choices[0].message.tool_calls
         assert call.function.name == "now" and json.loads(call.function.arguments) == {}
 
