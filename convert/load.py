@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -80,13 +82,19 @@ def load_params(
         # Blocking keeps a fast disk from piling up host arrays in front of a slow device.
         return jax.block_until_ready(put(path, host))
 
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "load") as threads:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "load", _let_others_first) as threads:
         futures = {path: threads.submit(load_one, path) for path in expected}
         try:
             return {path: future.result() for path, future in futures.items()}
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _let_others_first() -> None:
+    """The program for a first prompt, if it is being loaded meanwhile, is ready last of all as it is."""
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def from_named(

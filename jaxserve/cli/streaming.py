@@ -26,11 +26,11 @@ _CONTROL_PICTURES = ({code: 0x2400 + code for code in range(32) if chr(code) not
 @contextmanager
 def streaming_llm(model: ModelOptions) -> Iterator[AsyncLLM]:
     """A model that can stream; shows a spinner while it loads."""
-    with spinner("loading jax") as loading:
-        if model.executables is not None:
-            from jaxserve.executables import ahead
+    if model.executables is not None:  # before anything else is imported, be it only for the spinner
+        from jaxserve.executables import ahead
 
-            ahead.start(model.executables)
+        ahead.start(model.executables)
+    with spinner("loading jax") as loading:
         from jaxserve import AsyncLLM
 
         loading.update("loading the model")

@@ -90,7 +90,8 @@ def _add_middleware(app: FastAPI, settings: ServerSettings, tracing: Tracing) ->
 @router.head("/health", include_in_schema=False)  # of which some load balancers ask
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
-    """200 once everything is compiled; 503 before that, and when the engine has failed."""
+    """200 once everything is compiled; 503 before that, when the engine has failed, and on connections that there are
+    already while the server ends."""
     why_not = Service.of(request).why_not_ready
     if why_not is not None:
         raise ApiError(503, f"not ready: {why_not}", type="server_error", code="not_ready")
