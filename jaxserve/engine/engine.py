@@ -286,7 +286,10 @@ class Engine:
             histograms.inter_token_latency_seconds.observe(now - completion.last_token_time_s)
         completion.last_token_time_s = now
         self.stats.num_generated_tokens += 1
-        if completion.finish_reason is not None:
+        if completion.finish_reason == "stop" and request.guide is not None and request.guide.failure is not None:
+            completion.finish_reason = None  # no text of the form, so no answer
+            outputs.append(replace(self._end(completion.group), error=request.guide.failure))
+        elif completion.finish_reason is not None:
             metrics.last_token_time_s = now
             completion.finish()
             histograms.finished(request, metrics)

@@ -83,7 +83,7 @@ class Sampling(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: Words | None = None
     skip_special_tokens: bool | None = None

@@ -15,6 +15,8 @@ from jaxserve.errors import InvalidInputError
 from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
+MAX_CHARS = 1 << 18
+"""Of a form: to understand one takes a while, in which little else can go on."""
 _SPACE = r"[ \t\r\n]{1,40}"
 """Between JSON's tokens. Without a limit a small model may write line breaks until its tokens are used up."""
 
@@ -23,11 +25,21 @@ class Guide:
     """How far one output has come in its form.
 
     When the form is complete, or cannot be followed further, only the tokens that end a text are left.
+
+    Args:
+      field, value: the form as it was asked for.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Iterable[int]):
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Iterable[int], field: str, value: Any):
+        self._matcher, self._field, self._value = matcher, field, value
         self._eos_token_ids = sorted(eos_token_ids)
+
+    @property
+    def failure(self) -> InvalidInputError | None:
+        """Why the form was not followed to its end, although the text was: it has become too complex."""
+        if not self._matcher.is_error():
+            return None
+        return _not_understood(self._field, self._value, self._matcher.get_error())
 
     def advance(self, token_id: int) -> None:
         """The output goes on with this token."""
@@ -48,7 +60,7 @@ class Guide:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def copy(self) -> Guide:
-        return Guide(self._matcher.deep_copy(), self._eos_token_ids)
+        return Guide(self._matcher.deep_copy(), self._eos_token_ids, self._field, self._value)
 
 
 class Guides:
@@ -77,14 +89,18 @@ class Guides:
         field = f"structured_outputs.{params.form}"
         value = getattr(params, params.form)
         try:
-            matcher = LLMatcher(self._ll_tokenizer, _grammar(params), log_level=0)
+            if len(grammar := _grammar(params)) > MAX_CHARS:
+                raise InvalidInputError(field, f"{len(grammar)} characters", f"at most {MAX_CHARS} characters")
+            matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        except InvalidInputError:
+            raise
         except (ValueError, RecursionError) as error:
             raise _not_understood(field, value, str(error)) from error
         if matcher.is_error():
             raise _not_understood(field, value, matcher.get_error())
         if not matcher.is_accepting() and self._has_no_beginning(matcher):
             raise InvalidInputError(field, value, "a form that some text has")
-        return Guide(matcher, self._eos_token_ids)
+        return Guide(matcher, self._eos_token_ids, field, value)
 
     def _has_no_beginning(self, matcher: LLMatcher) -> bool:
         """As of a schema that consists of itself."""
@@ -101,8 +117,8 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        # JSON's escapes are Lark's too.
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
+        # JSON's escapes are Lark's too. As one terminal, since the parser allows only so many rules at a place.
+        return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, params.choice)))
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(_lark(params.grammar))
     schema: Any = {"type": "object"} if params.json_object else params.json

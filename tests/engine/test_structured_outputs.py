@@ -47,3 +47,12 @@ def test_a_form_that_is_not_understood_is_refused_alone(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidInputError, match=r"structured_outputs\.regex='\(a'"):
         tiny_llm.generate("x", params({"regex": "(a"}), use_tqdm=False)
     assert tiny_llm.generate("x", params({"choice": ["a"]}), use_tqdm=False)[0].outputs[0].text == "a"
+
+
+def test_a_form_that_becomes_too_complex_is_an_error(tiny_llm: LLM) -> None:
+    """llguidance follows 2,000 rules at a place; after the "z" there are more."""
+    grammar = "start: " + " | ".join(f'"z{number}"' for number in range(3000))
+    failed, fine = tiny_llm.generate(["a", "a"], [params({"grammar": grammar}), params({"regex": "z"})], use_tqdm=False)
+    assert isinstance(failed.error, InvalidInputError) and "items" in str(failed.error)
+    assert failed.outputs[0].finish_reason == "abort"
+    assert fine.error is None and fine.outputs[0].text == "z"

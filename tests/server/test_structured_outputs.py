@@ -126,3 +126,13 @@ def test_a_tool_that_is_not_there(tiny: Running, choice: Any, said: str) -> None
     answer = tiny.post("/v1/chat/completions", messages=HI, tools=TOOLS, tool_choice=choice)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
     assert said in answer.json()["error"]["message"]
+
+
+def test_a_form_that_becomes_too_complex_is_told(tiny: Running) -> None:
+    grammar = "start: " + " | ".join(f'"z{number}"' for number in range(3000))
+    body: dict[str, Any] = {"prompt": "a", "guided_grammar": grammar, **MORE}
+    refused = tiny.post("/v1/completions", **body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_grammar"
+    events = tiny.post("/v1/completions", **body, stream=True).text.split("\n\n")
+    assert "error" in json.loads(events[-3].removeprefix("data: ")) and events[-2] == "data: [DONE]"
+    tiny.settle()

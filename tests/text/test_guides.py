@@ -35,6 +35,15 @@ def follows(tokenizer: Tokenizer, text: str, **form: Any) -> bool:
     return True
 
 
+def test_thousands_of_choices(tokenizer: Tokenizer) -> None:
+    choices = [f"z{number}" for number in range(10_000)]
+    assert follows(tokenizer, "z9999", choice=choices) and not follows(tokenizer, "z", choice=choices)
+    with pytest.raises(InvalidInputError, match="at most"):
+        follows(tokenizer, "z", choice=[f"z{number}" for number in range(100_000)])
+    with pytest.raises(InvalidInputError, match="at most"):
+        follows(tokenizer, "z", regex="b" * 3_000_000)
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "ages": {"type": "array", "items": {
     "type": "integer", "minimum": 0}, "minItems": 1}}, "required": ["name", "ages"], "additionalProperties": False}
 
