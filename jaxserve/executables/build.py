@@ -125,8 +125,9 @@ def describe(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     from jaxserve.executables.load import fingerprint_of
     from jaxserve.targets import TARGETS, get_target
 
-    blueprint, named = _blueprint(job), get_target(job.target).device_name if job.target in TARGETS else None
-    return fingerprint_of(blueprint, named), blueprint.params
+    blueprint = _blueprint(job)
+    device_name = get_target(job.target).device_name if job.target in TARGETS else None
+    return fingerprint_of(blueprint, device_name), blueprint.params
 
 
 def compile_program(job: Job, name: str, folder: Path) -> Entry:

@@ -49,7 +49,8 @@ class Executables:
 
     def params(self, model: ModelConfig) -> Mapping[str, ParamSpec] | None:
         """Of this model, if the manifest has them; of these sources and this mesh if `why_not` finds no difference."""
-        return self.manifest.params or None if self.manifest.fingerprint.get("model") == shapes_of(model) else None
+        is_same = self.manifest.fingerprint.get("model") == shapes_of(model)
+        return self.manifest.params if is_same and self.manifest.params else None
 
     def take_over(self, config: EngineConfig) -> EngineConfig:
         """The options with those that nobody gave as they were when the programs were compiled.

@@ -104,8 +104,9 @@ class _Choices:
             logprobs = builder.add(completion.token_ids, completion.logprobs or [])
         own: dict[str, Any] = {}
         if body.return_token_ids:
-            own |= {"token_ids": completion.token_ids}
-            own |= {"prompt_token_ids": piece.output.prompt_token_ids} if is_first else {}
+            own["token_ids"] = completion.token_ids
+            if is_first:
+                own["prompt_token_ids"] = piece.output.prompt_token_ids
         if body.prompt_logprobs is not None:
             own["prompt_logprobs"] = prompt_logprobs(piece.output.prompt_logprobs)
         return CompletionChoice(

@@ -53,7 +53,7 @@ def run(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> Non
     are told. A second Ctrl-C ends everything at once.
     """
     app = create_app(llm, settings)
-    app.state.service.on_ready = _keep_what_there_is
+    app.state.service.on_ready = keep_what_there_is
     config = uvicorn.Config(app, http=Connection, log_config=None, access_log=False, timeout_keep_alive=75,
                             timeout_graceful_shutdown=int(settings.shutdown_timeout + _LAST_WORDS_S))
     Server(config, app.state.service, settings.shutdown_timeout).run(sockets=[listener])
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         timer.start()
 
 
-def _keep_what_there_is() -> None:
+def keep_what_there_is() -> None:
     """What is loaded and compiled stays: to look for garbage in it takes 0.1 s, in which nothing is answered."""
     gc.collect()
     gc.freeze()

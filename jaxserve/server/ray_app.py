@@ -7,7 +7,6 @@ connections, and its router gives each request to the less busy of two replicas 
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -33,7 +32,7 @@ from jaxserve.config import EngineConfig, check_positive
 from jaxserve.errors import EngineDeadError, InvalidInputError, JaxserveError
 from jaxserve.server.app import create_app
 from jaxserve.server.logs import set_up
-from jaxserve.server.main import bind
+from jaxserve.server.main import bind, keep_what_there_is
 from jaxserve.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -156,8 +155,7 @@ class Replica:
         here = serve.get_replica_context()
         self._id = here.replica_tag
         self._all = serve.get_deployment_handle(here.deployment, here.app_name)
-        gc.collect()
-        gc.freeze()  # what is loaded and compiled stays: looking for garbage in it would hold answers up
+        keep_what_there_is()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._llm, self._settings)
