@@ -52,6 +52,11 @@ def gpu_memory_fraction() -> float:
     return float(os.environ.get(_MEMORY_FRACTION, 0.75))
 
 
+SOON_READY = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""XLA's options for a CPU program that is to run soon and not often: without YNN, whose kernels are a quarter faster
+and take longer to load and to set up than they save in one step."""
+
+
 def return_freed_memory() -> None:
     """Gives back to the system what the C library keeps after a compile, hundreds of MB, where it has a call for it."""
     _call_c_library("malloc_trim", 0)

@@ -44,7 +44,7 @@ def generate(
     asked = _prompts(prompts or [], prompts_file)
     packaged_model = model.model is None
     if len(asked) == 1 and n == 1 and streams and not as_json:
-        with streaming_llm(model) as async_llm:
+        with streaming_llm(model, asked[0]) as async_llm:
             params = sampling.params(async_llm.get_default_sampling_params(), packaged_model=packaged_model)
             _stream_one(async_llm, _templated(asked, chat, async_llm.get_tokenizer())[0], params)
         return

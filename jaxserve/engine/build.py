@@ -20,8 +20,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import InputProcessor
 from jaxserve.engine.weights import as_params
 from jaxserve.errors import CheckpointError, InvalidInputError
-from jaxserve.executables.ahead import program_for_first_prompt
-from jaxserve.executables.load import Executables
+from jaxserve.executables import ahead
+from jaxserve.executables.load import Executables, to_compile
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
 from jaxserve.runner.block_mover import STAGING_BLOCKS, BlockMover
@@ -237,9 +237,10 @@ def _steps(config: EngineConfig, model: ModelConfig,
 def _loading(steps: Blueprint, executables: Executables) -> Programs:
     """Programs from files; the one for a first prompt is read while the weights are."""
     programs = Programs(steps, executables)
-    by_name = {bucket.name: bucket for bucket in steps.buckets.all()}
-    if (name := program_for_first_prompt(by_name)) is not None:
-        programs.prefetch([by_name[name]])
+    by_name = {bucket.name: bucket for bucket in to_compile(steps.buckets)}
+    name = ahead.begun(executables.folder) or ahead.program_for_first_prompt(by_name)
+    assert name is not None
+    programs.prefetch([by_name[name]])
     return programs
 
 

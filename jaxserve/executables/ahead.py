@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -13,32 +14,49 @@ from jaxserve import compat
 from jaxserve.errors import ExecutablesError
 from jaxserve.executables.manifest import Manifest, kind_of_cpu, read_content, read_manifest
 from jaxserve.fingerprint import compiler_versions, step_sources
-
-FIRST_PROMPT_TOKENS = 64
-"""What a first prompt is taken to have at most: a short question in a chat template."""
+from jaxserve.runner.buckets import FIRST_PROMPT_TOKENS
 
 _started: dict[tuple[Path, str], Future[compat.Loaded]] = {}
 
 
-def program_for_first_prompt(names: Iterable[str]) -> str | None:
-    """The smallest of these mixed steps that holds such a prompt, or the largest."""
-    mixed = sorted((int(name.removeprefix("mixed-")), name) for name in names if name.startswith("mixed-"))
-    return next((name for tokens, name in mixed if tokens >= FIRST_PROMPT_TOKENS), mixed[-1][1] if mixed else None)
+def program_for_first_prompt(names: Iterable[str], num_tokens: int = FIRST_PROMPT_TOKENS) -> str | None:
+    """The smallest of these steps that holds a prompt of so many tokens by itself, or the largest."""
+    sizes: dict[str, list[int]] = {"lone": [], "mixed": []}
+    for name in names:
+        if found := re.fullmatch(r"(lone|mixed)-(\d+)", name):
+            sizes[found[1]].append(int(found[2]))
+    kind = "lone" if sizes["lone"] else "mixed"
+    best = min(sizes[kind], key=lambda size: (size < num_tokens, abs(size - num_tokens)), default=None)
+    return None if best is None else f"{kind}-{best}"
 
 
-def start(folder: str | Path) -> None:
+def tokens_in(text: str) -> int:
+    """About so many, rather more: in a chat template, before there is a tokenizer."""
+    return 40 + len(text.encode(errors="replace")) // 3
+
+
+def start(folder: str | Path, num_tokens: int = FIRST_PROMPT_TOKENS) -> None:
     """Begins to load, if the programs are for this processor, these versions and these sources, on one device. Says
-    nothing of what is wrong: the engine will, when it asks for its programs."""
+    nothing of what is wrong: the engine will, when it asks for its programs.
+
+    Args:
+      num_tokens: of the first prompt.
+    """
     folder = Path(folder).expanduser()
     try:
         manifest = read_manifest(folder)
     except ExecutablesError:
         return
-    name = program_for_first_prompt(manifest.programs)
+    name = program_for_first_prompt(manifest.programs, num_tokens)
     if name is None or not _is_for_here(manifest):
         return
     future = _started[folder, name] = Future()
     threading.Thread(target=_load, args=(folder, name, manifest, future), daemon=True).start()
+
+
+def begun(folder: Path) -> str | None:
+    """The program of this folder that is being loaded."""
+    return next((name for place, name in _started if place == folder), None)
 
 
 def take(folder: Path, name: str) -> compat.Loaded | None:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -135,11 +135,12 @@ def compile_program(job: Job, name: str, folder: Path) -> Entry:
     from jax.experimental import serialize_executable
 
     from jaxserve.compat import return_freed_memory
+    from jaxserve.executables.load import to_compile
     from jaxserve.runner.memory import temp_bytes
 
     start = time.monotonic()
     blueprint = _blueprint(job)
-    bucket = next(bucket for bucket in blueprint.buckets.all() if bucket.name == name)
+    bucket = next(bucket for bucket in to_compile(blueprint.buckets) if bucket.name == name)
     compiled = _compile(job, blueprint, bucket)
     content, _, _ = serialize_executable.serialize(compiled)
     write_whole(folder / file_name(name), content)
@@ -150,10 +151,13 @@ def compile_program(job: Job, name: str, folder: Path) -> Entry:
 
 
 def _compile(job: Job, blueprint: Any, bucket: Any) -> Any:
+    from jaxserve.compat import SOON_READY
     from jaxserve.targets import get_target, lowering_for
     from jaxserve.targets.compiling import compile_lowered
 
-    options: Mapping[str, Any] = dict(job.compiler_options)
+    options = dict(job.compiler_options)
+    if bucket.is_lone:
+        options |= SOON_READY
     if job.target in ("cpu", LOCAL):
         return blueprint.lower(bucket).compile(compiler_options=options or None)
     target = get_target(job.target)
@@ -198,7 +202,7 @@ def _remove_others(folder: Path, names: list[str]) -> None:
     """Programs of other options, and what a killed process left half written."""
     wanted = {MANIFEST, *(file_name(name) for name in names)}
     for file in folder.iterdir():
-        if file.name not in wanted and file.is_file() and re.fullmatch(r"(decode|mixed)-\d+\.\w+", file.name):
+        if file.name not in wanted and file.is_file() and re.fullmatch(r"(decode|mixed|lone)-\d+\.\w+", file.name):
             file.unlink()
 
 

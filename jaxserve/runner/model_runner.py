@@ -15,6 +15,7 @@ from jaxserve.request import Request, SamplingParams
 from jaxserve.runner.assembler import BatchAssembler
 from jaxserve.runner.block_mover import BlockMover
 from jaxserve.runner.blueprint import Blueprint
+from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.kv_cache import scaled
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.state import StepOutputs, zeros_like
@@ -61,6 +62,7 @@ class ModelRunner:
         self._state = zeros_like(blueprint.state)
         self.mover = mover
         self.programs = programs or Programs(blueprint)
+        self._ran_lone = False
         self.find_kv_scales()
 
     def move(self, plan: StepPlan) -> None:
@@ -71,7 +73,11 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Sends a step to the device and returns at once; results come through the returned arrays."""
         self._update_slots(plan)
-        bucket = self.buckets.pick(plan)
+        bucket = self._bucket_for(plan)
+        if bucket.is_lone:
+            if self._ran_lone:  # not at once: the program for the next token is waited for, this one is not
+                self.programs.prefetch([self.buckets.pick(plan)])
+            self._ran_lone = True
         ints, floats = self._assembler.assemble(plan, bucket)
         self._state, outputs = self.programs.get(bucket)(self._leaves, self._state, ints, floats)
         outputs.token_ids.copy_to_host_async()
@@ -79,7 +85,14 @@ class ModelRunner:
 
     def is_compiled(self, plan: StepPlan) -> bool:
         """Whether `dispatch` would start the step without waiting for the compiler."""
-        return self.programs.is_ready(self.buckets.pick(plan))
+        return self.programs.is_ready(self._bucket_for(plan))
+
+    def _bucket_for(self, plan: StepPlan) -> Bucket:
+        """The plan's, or one that stands in for it as long as it is not ready."""
+        bucket = self.buckets.pick(plan)
+        if self.programs.is_ready(bucket):
+            return bucket
+        return next(filter(self.programs.is_begun, self.buckets.lone_for(plan)), bucket)
 
     def warm_up(self) -> float:
         """Compiles everything that any plan can need; returns the seconds it took."""

@@ -50,6 +50,10 @@ class Programs:
         future = self._programs.get(bucket)
         return future is not None and future.done()
 
+    def is_begun(self, bucket: Bucket) -> bool:
+        """Whether it was asked for."""
+        return bucket in self._programs
+
     def texts(self) -> dict[Bucket, str]:
         """The optimised HLO of every program that is ready."""
         ready = {bucket: future.result() for bucket, future in self._programs.items() if future.done()}

@@ -32,6 +32,8 @@ def _run_step(decoder: MakeModel, layout: BatchLayout, mesh: Mesh, leaves: Seque
               ints: jax.Array, floats: jax.Array) -> tuple[DeviceState, StepOutputs]:
     """One step of the model over a packed batch (`BatchLayout`). Traced once for each bucket."""
     fields = cut(ints, layout.int_fields) | cut(floats, layout.float_fields)
+    if layout.bucket.is_lone:
+        fields["num_decodes"] = jnp.int32(0)  # known to the compiler, which drops the decodes' loops
     model = decoder(leaves)
     block_size = parts(state.caches[0][0])[0].shape[1]
     positions, slot_mapping = row_positions(fields, block_size)

@@ -13,7 +13,7 @@ from jaxserve.executables.job import make_job
 
 OPTIONS: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, block_size=4,
                                num_gpu_blocks_override=33)
-PROGRAMS = ["decode-1", "decode-2", "mixed-16"]
+PROGRAMS = ["decode-1", "decode-2", "lone-16", "mixed-16"]
 
 
 @pytest.fixture(scope="session")

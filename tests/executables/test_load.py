@@ -55,7 +55,7 @@ def test_tokens_are_the_same_and_nothing_is_compiled(tiny_folder, compiled, expe
     with caplog.at_level(logging.INFO, "jaxserve"):
         tokens, llm = run(tiny_folder, **OPTIONS, executables=str(compiled))
     assert tokens == expected
-    assert len(loaded) == llm._engine.runner.programs.num_compiled == 3
+    assert len(loaded) == llm._engine.runner.programs.num_compiled == 4
     assert not [record for record in caplog.messages if record.startswith("compiled") or "not used" in record]
 
 
@@ -72,7 +72,37 @@ def test_program_for_a_first_prompt_is_begun_before_the_engine(tiny_folder, comp
     ahead.start(compiled)
     tokens, llm = run(tiny_folder, **OPTIONS, executables=str(compiled))
     assert tokens == expected
-    assert len(loaded) == llm._engine.runner.programs.num_compiled == 3  # none of them twice
+    assert len(loaded) == llm._engine.runner.programs.num_compiled == 4  # none of them twice
+
+
+def test_a_lone_prompt_does_not_wait_for_the_program_that_takes_several(tiny_folder, compiled, loaded) -> None:
+    """Nor does it later, while that is loaded beside it."""
+    prompts = [[5, 6, 7], list(range(3, 23)), [8, 9]]  # the second in two chunks, so that one sees the cache
+
+    def one_by_one(llm: LLM) -> list[Any]:
+        return [llm.generate([prompt], PARAMS[0], use_tqdm=False)[0].outputs[0] for prompt in prompts]
+
+    with LLM(str(tiny_folder), skip_tokenizer_init=True, compilation_cache_dir="", **OPTIONS) as llm:
+        expected = one_by_one(llm)
+    with LLM(str(tiny_folder), skip_tokenizer_init=True, executables=str(compiled), **OPTIONS) as llm:
+        programs = llm._engine.runner.programs
+        first = llm.generate([prompts[0]], PARAMS[0], use_tqdm=False)[0].outputs[0]
+        assert {bucket.name for bucket in programs.texts()} == {"lone-16", "decode-1"}
+        got = one_by_one(llm)
+        programs.wait()
+        assert {bucket.name for bucket in programs.texts()} == {"lone-16", "decode-1", "mixed-16"}
+    assert len(loaded) == 3
+    for right, found in zip([expected[0], *expected], [first, *got], strict=True):
+        assert found.token_ids == right.token_ids
+        assert found.cumulative_logprob == pytest.approx(right.cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("num_tokens", "sizes", "found"), [
+    (1, "lone-64 lone-128 mixed-16 mixed-64 decode-1", "lone-64"), (65, "lone-128 lone-64 mixed-128", "lone-128"),
+    (900, "lone-64 lone-128 mixed-16", "lone-128"), (60, "mixed-512 mixed-64 mixed-16 decode-64", "mixed-64"),
+    (900, "mixed-64 mixed-256 odd lone-x", "mixed-256"), (5, "decode-8", None)])
+def test_program_for_a_first_prompt(num_tokens: int, sizes: str, found: str | None) -> None:
+    assert ahead.program_for_first_prompt(sizes.split(), num_tokens) == found
 
 
 def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expected, loaded) -> None:
@@ -87,6 +117,11 @@ def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expect
 
 def truncate(folder: Path) -> None:
     file = folder / "mixed-16.executable"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def truncate_the_first(folder: Path) -> None:
+    file = folder / "lone-16.executable"
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -113,16 +148,16 @@ def remove(folder: Path) -> None:
     (folder / "mixed-16.executable").unlink()
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, swap, another_program, remove])
+@pytest.mark.parametrize("damage", [truncate, truncate_the_first, flip_a_bit, swap, another_program, remove])
 def test_a_file_that_was_not_compiled_never_loads(damage, tiny_folder, compiled, copied, expected, loaded,
                                                   caplog) -> None:
     damage(copied)
     good = {(compiled / f"{name}.executable").read_bytes() for name in PROGRAMS}
     tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
     assert tokens == expected  # compiled as usual
-    assert len(loaded) == (1 if damage is swap else 2) and set(loaded) <= good
+    assert len(loaded) == (2 if damage is swap else 3) and set(loaded) <= good
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 3 - len(loaded)
+    assert len(warnings) == 4 - len(loaded)
     assert all(".executable: " in line and "compiling" in line and "\n" not in line for line in warnings)
 
 
@@ -173,7 +208,7 @@ def test_the_same_memory_is_the_same_number_of_blocks(tiny_folder: Path, compile
         spec = llm._engine.runner.blueprint.cache
     memory = OPTIONS | dict(num_gpu_blocks_override=None, kv_cache_memory_bytes=spec.num_bytes)
     run(tiny_folder, **memory, executables=str(compiled))
-    assert len(loaded) == 3
+    assert len(loaded) == 4
 
 
 def test_a_program_under_another_name_is_not_run(tiny_folder: Path, copied: Path, expected, caplog) -> None:

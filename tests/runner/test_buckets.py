@@ -36,10 +36,23 @@ def test_every_plan_fits_its_bucket(max_num_seqs, extra, tile, data):
         assert bucket.num_tokens < max(2 * plan.num_tokens, 17), "padding doubles the work at most"
 
 
+@given(st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.integers(1, 2), st.booleans())
+def test_prompts_by_themselves_have_buckets_of_their_own(max_num_seqs, extra, length, num_chunks, with_decode):
+    buckets = Buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra, query_tile=64)
+    chunk = Chunk(request(length), 0, length, True)
+    plan = StepPlan(decodes=[request(1)] * with_decode, chunks=[chunk] * num_chunks)
+    found = buckets.lone_for(plan)
+    assert bool(found) == (num_chunks == 1 and not with_decode and length <= max_num_seqs + extra)
+    for bucket in found:
+        assert bucket.is_lone and bucket not in buckets.all() and bucket.num_tokens >= length
+        assert bucket.num_tiles * 64 >= bucket.num_tokens and bucket.num_seqs == 1
+
+
 def test_there_are_few():
     buckets = Buckets(max_num_seqs=256, max_num_batched_tokens=8192, query_tile=64)
     assert [b.num_tokens for b in buckets.decode] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert [b.num_tokens for b in buckets.mixed] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert [b.name for b in buckets.lone] == [f"lone-{size}" for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (3, 5), (24, 100)])
@@ -53,7 +66,7 @@ def test_decode_buckets_of_a_gpu_start_at_eight() -> None:
     assert [bucket.num_seqs for bucket in Buckets(max_num_seqs=20, **options).decode] == [8, 16, 20]
     few = Buckets(max_num_seqs=3, **options)
     assert [bucket.num_seqs for bucket in few.all()] == [8] * 4
-    assert [bucket.num_tiles for bucket in few.mixed] == [4] * 3
+    assert [bucket.num_tiles for bucket in few.mixed] == [4] * 3 and not few.lone
 
 
 def test_more_rows_than_sequences_change_no_token(tiny_folder, tiny_llm, monkeypatch) -> None:
