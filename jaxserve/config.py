@@ -289,6 +289,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):
                 raise InvalidInputError(name, value, "a folder's name, or None")
+        if self.executables == "":  # not the current folder: code is run from there
+            raise InvalidInputError("executables", "", "a folder's name, or None")
 
     def _check_host_memory(self) -> None:
         for name in ("swap_space", "max_queue_delay_ms"):

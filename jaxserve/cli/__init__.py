@@ -25,7 +25,8 @@ app.add_typer(bench.app)
 
 
 def main() -> None:
-    """The console script. Exit codes: 0, 1 internal error, 2 wrong input (one line on stderr says what), 130 Ctrl-C."""
+    """The console script. Exit codes: 0, 1 internal error, 2 wrong input (one line on stderr says what), 130 Ctrl-C,
+    141 stdout was closed."""
     sys.unraisablehook = interrupt_again
     # A start makes objects by the hundred thousand that stay; to look for garbage among them takes a sixth of it.
     gc.set_threshold(100_000, *gc.get_threshold()[1:])

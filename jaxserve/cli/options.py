@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -146,9 +148,20 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+"""Exit code if whoever reads stdout has gone, as a shell reports it."""
+
+
 def _guarded(call: Callable[[], None], *, debug: bool) -> None:
     try:
         call()
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as end:
+        if not isinstance(end, BrokenPipeError) and not isinstance(end.__context__, BrokenPipeError):
+            raise
+        # rich and typer would make it 1, which for `plan` means something else.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(PIPE_CLOSED) from None
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -27,7 +27,7 @@ _CONTROL_PICTURES = ({code: 0x2400 + code for code in range(32) if chr(code) not
 def streaming_llm(model: ModelOptions, first_prompt: Any = "") -> Iterator[AsyncLLM]:
     """A model that can stream; shows a spinner while it loads. Executables are loaded for the first prompt, if it is
     known."""
-    if model.executables is not None:  # before anything else is imported, be it only for the spinner
+    if model.executables:  # before anything else is imported, be it only for the spinner
         from jaxserve.executables import ahead
 
         ahead.start(model.executables, ahead.tokens_in(str(first_prompt)))

@@ -237,7 +237,8 @@ def _steps(config: EngineConfig, model: ModelConfig,
 def _loading(steps: Blueprint, executables: Executables) -> Programs:
     """Programs from files; the one for a first prompt is read while the weights are."""
     programs = Programs(steps, executables)
-    by_name = {bucket.name: bucket for bucket in to_compile(steps.buckets)}
+    by_name = {bucket.name: bucket for bucket in to_compile(steps.buckets)
+               if bucket.name in executables.manifest.programs}
     name = ahead.begun(executables.folder) or ahead.program_for_first_prompt(by_name)
     assert name is not None
     programs.prefetch([by_name[name]])

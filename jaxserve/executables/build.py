@@ -63,7 +63,8 @@ def build_executables(job: Job, folder: Path, *, on_start: Callable[[int, int], 
     """Compiles what the folder does not have yet; it may be stopped at any time and taken up again.
 
     Args:
-      folder: new, empty, or of an earlier call for the same model and kind of device.
+      folder: new, empty, or of an earlier call for the same engine. What other versions or sources compiled, which no
+        engine would take any more, is made anew.
       on_start: called with how many programs there are, and how many are there already.
       on_done: called with each program that has been written.
 
@@ -185,7 +186,7 @@ def _earlier(folder: Path, made_for: dict[str, Any], compiler_options: dict[str,
         return fresh
     earlier = read_manifest(folder)
     found = differences(earlier.fingerprint, made_for)
-    if any(earlier.fingerprint.get(part) != made_for[part] for part in ("model", "target", "mesh")):
+    if any(earlier.fingerprint.get(part) != made_for[part] for part in ("model", "options", "target", "mesh")):
         raise ExecutablesError(f"out={str(folder)!r}: holds programs for something else ({'; '.join(found)}); take "
                                "another folder, or remove it")
     if earlier.compiler_options != compiler_options:

@@ -70,7 +70,7 @@ class Executables:
         """What differs between the engine that the programs were compiled for and this one; None if nothing does."""
         if found := differences(self.manifest.fingerprint, fingerprint_of(blueprint)):
             return "; ".join(found)
-        missing = [bucket.name for bucket in to_compile(blueprint.buckets) if bucket.name not in self.manifest.programs]
+        missing = [bucket.name for bucket in blueprint.buckets.all() if bucket.name not in self.manifest.programs]
         if missing:
             return f"not compiled yet: {', '.join(missing)}"
         return self._lacks_memory(blueprint)

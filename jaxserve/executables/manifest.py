@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
                   for path, (shape, dtype, axes) in found.pop("params", {}).items()}
         manifest = Manifest(programs=entries, params=params, **found)
         _check(manifest)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ExecutablesError(f"executables={str(folder)!r}: its {MANIFEST} cannot be read ({error!r})") from error
     return manifest
 

@@ -80,6 +80,19 @@ def test_exit_codes(error: BaseException, code: int) -> None:
     assert CliRunner().invoke(app, []).exit_code == code
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("say", ["print('x')", "from rich.console import Console; Console().print('x')"])
+def test_stdout_that_nobody_reads(say: str) -> None:
+    """As in `jaxserve plan ... | head -1`; 1 would say that the model does not fit."""
+    code = (f"import typer\nfrom jaxserve.cli.options import command\ndef say() -> None:\n    {say}\n"
+            "app = typer.Typer()\napp.command()(command(say))\napp([])")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("arguments", [
     ["generate", "hi"], ["chat"], ["profile"], ["convert", "SRC", "DST"]], ids=lambda arguments: arguments[0])
 def test_unknown_model(run: Run, tmp_path: Path, arguments: list[str]) -> None:

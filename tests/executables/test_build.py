@@ -46,13 +46,24 @@ def test_only_what_is_missing_or_damaged_is_compiled_again(copied: Path, tiny_fo
     assert sorted(read_manifest(copied).programs) == PROGRAMS
 
 
-def test_other_options_compile_all_of_it_again(copied: Path, tiny_folder: Path, caplog) -> None:
-    (copied / "decode-2.99999").touch()  # of a process that was killed
-    assert build(copied, tiny_folder, max_model_len=32, max_num_seqs=1) == ["decode-1", "lone-16", "mixed-16"]
-    assert read_manifest(copied).options["max_model_len"] == 32
-    assert "made anew: max_model_len is 64 there, 32 here; max_num_seqs is 2 there, 1 here" in caplog.text
-    assert sorted(file.name for file in copied.iterdir()) == ["decode-1.executable", "lone-16.executable", MANIFEST,
-                                                              "mixed-16.executable"]
+def test_other_sources_compile_all_of_it_again(copied: Path, tiny_folder: Path, caplog) -> None:
+    for name in ("decode-2.99999", "decode-4.executable"):  # of a process that was killed, and of another time
+        (copied / name).touch()
+    manifest = json.loads((copied / MANIFEST).read_text())
+    manifest["fingerprint"]["sources"]["jaxserve/runner/step.py"] = "another"
+    (copied / MANIFEST).write_text(json.dumps(manifest))
+    assert build(copied, tiny_folder) == PROGRAMS
+    assert "made anew: changed since: jaxserve/runner/step.py" in caplog.text
+    assert sorted(file.name for file in copied.iterdir()) == sorted(
+        [MANIFEST, *(f"{name}.executable" for name in PROGRAMS)])
+
+
+def test_programs_of_other_options_are_not_written_over(copied: Path, tiny_folder: Path) -> None:
+    """A slip in an option must not cost what is there."""
+    before = {file: file.read_bytes() for file in copied.iterdir()}
+    with pytest.raises(ExecutablesError, match=r"something else .*max_model_len is 64 there, 32 here; max_num_seqs is"):
+        build(copied, tiny_folder, max_model_len=32, max_num_seqs=1)
+    assert {file: file.read_bytes() for file in copied.iterdir()} == before
 
 
 def test_programs_of_another_model_are_not_written_over(copied: Path, tiny_folder: Path, tmp_path: Path) -> None:

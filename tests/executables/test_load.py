@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams, compat
-from jaxserve.errors import ExecutablesError
+from jaxserve.errors import ExecutablesError, InvalidInputError
 from jaxserve.executables import ahead
 from jaxserve.executables import load as executables_load
 from jaxserve.executables.manifest import MANIFEST
@@ -211,6 +211,19 @@ def test_the_same_memory_is_the_same_number_of_blocks(tiny_folder: Path, compile
     assert len(loaded) == 4
 
 
+def test_a_compile_that_was_stopped_before_the_first_prompts_program(tiny_folder, copied, expected, loaded) -> None:
+    edit(lambda manifest: manifest["programs"].pop("lone-16"))(copied)
+    tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
+    assert tokens == expected and len(loaded) == 3
+
+
+def test_no_folder_is_not_the_current_one(tiny_folder, copied, loaded, monkeypatch) -> None:
+    monkeypatch.chdir(copied)
+    with pytest.raises(InvalidInputError, match="executables=''"):
+        run(tiny_folder, **OPTIONS, executables="")
+    assert not loaded
+
+
 def test_a_program_under_another_name_is_not_run(tiny_folder: Path, copied: Path, expected, caplog) -> None:
     """Files and entries swapped: digests agree, shapes do not."""
     swap(copied)
@@ -229,7 +242,8 @@ def test_a_folder_without_a_manifest_is_an_error(tiny_folder: Path, tmp_path: Pa
         run(tiny_folder, executables=str(tmp_path / "absent"))
 
 
-@pytest.mark.parametrize("content", ["{ torn", "[]", "{}", '{"format": 99, "programs": {}, "fingerprint": {}}',
+@pytest.mark.parametrize("content", ["{ torn", pytest.param("[" * 100_000, id="deep"),
+                                     "[]", "{}", '{"format": 99, "programs": {}, "fingerprint": {}}',
                                      '{"format": 1, "programs": {"a": {}}, "fingerprint": {"options": {}}}',
                                      '{"format": 1, "programs": {}, "fingerprint": {"options": 3}}',
                                      '{"format": 1, "programs": {}, "fingerprint": {"options": {"num_blocks": null}}}',
