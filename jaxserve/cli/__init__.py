@@ -11,9 +11,7 @@ import threading
 import typer
 
 from jaxserve.cli import bench, chat, compile, convert, generate, plan, profile, serve
-from jaxserve.cli.options import command
-
-INTERRUPTED = 130
+from jaxserve.cli.options import INTERRUPTED, command
 
 app = typer.Typer(name="jaxserve", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="An LLM serving engine in JAX. Without --model the commands use SmolLM2-135M-Instruct, which "

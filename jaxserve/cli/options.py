@@ -148,8 +148,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+INTERRUPTED = 130
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
-"""Exit code if whoever reads stdout has gone, as a shell reports it."""
+"""Exit codes after Ctrl-C, and if whoever reads stdout has gone, as a shell reports them."""
 
 
 def _guarded(call: Callable[[], None], *, debug: bool) -> None:
@@ -164,7 +165,7 @@ def _guarded(call: Callable[[], None], *, debug: bool) -> None:
         raise typer.Exit(PIPE_CLOSED) from None
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     except JaxserveError as error:
         if debug:
             traceback.print_exc()

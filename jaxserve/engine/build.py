@@ -21,7 +21,7 @@ from jaxserve.engine.inputs import InputProcessor
 from jaxserve.engine.weights import as_params
 from jaxserve.errors import CheckpointError, InvalidInputError
 from jaxserve.executables import ahead
-from jaxserve.executables.load import Executables, to_compile
+from jaxserve.executables.load import Executables
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.request import SamplingParams
 from jaxserve.runner.block_mover import STAGING_BLOCKS, BlockMover
@@ -237,11 +237,11 @@ def _steps(config: EngineConfig, model: ModelConfig,
 def _loading(steps: Blueprint, executables: Executables) -> Programs:
     """Programs from files; the one for a first prompt is read while the weights are."""
     programs = Programs(steps, executables)
-    by_name = {bucket.name: bucket for bucket in to_compile(steps.buckets)
-               if bucket.name in executables.manifest.programs}
-    name = ahead.begun(executables.folder) or ahead.program_for_first_prompt(by_name)
-    assert name is not None
-    programs.prefetch([by_name[name]])
+    by_name = steps.buckets.by_name()
+    there = by_name.keys() & executables.manifest.programs
+    name = ahead.begun(executables.folder) or ahead.program_for_first_prompt(there)
+    if name in there:  # a manifest may name what nobody asks for
+        programs.prefetch([by_name[name]])
     return programs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from jaxserve import compat
 from jaxserve.errors import ExecutablesError
 from jaxserve.executables.manifest import Manifest, kind_of_cpu, read_content, read_manifest
 from jaxserve.fingerprint import compiler_versions, step_sources
-from jaxserve.runner.buckets import FIRST_PROMPT_TOKENS
+from jaxserve.runner.buckets import FIRST_PROMPT_TOKENS, NAME
 
 _started: dict[tuple[Path, str], Future[compat.Loaded]] = {}
 
@@ -23,7 +22,7 @@ def program_for_first_prompt(names: Iterable[str], num_tokens: int = FIRST_PROMP
     """The smallest of these steps that holds a prompt of so many tokens by itself, or the largest."""
     sizes: dict[str, list[int]] = {"lone": [], "mixed": []}
     for name in names:
-        if found := re.fullmatch(r"(lone|mixed)-(\d+)", name):
+        if (found := NAME.fullmatch(name)) and found[1] in sizes:
             sizes[found[1]].append(int(found[2]))
     kind = "lone" if sizes["lone"] else "mixed"
     best = min(sizes[kind], key=lambda size: (size < num_tokens, abs(size - num_tokens)), default=None)

@@ -19,6 +19,7 @@ from jaxserve.errors import CompilerError, ExecutablesError
 from jaxserve.executables.manifest import MANIFEST, Entry, Manifest, differences, file_name, read_manifest, sha256_of
 from jaxserve.files import write_whole
 from jaxserve.planning.measure import WORKER_ENVIRONMENT
+from jaxserve.runner.buckets import NAME
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,11 @@ def compile_program(job: Job, name: str, folder: Path) -> Entry:
     from jax.experimental import serialize_executable
 
     from jaxserve.compat import return_freed_memory
-    from jaxserve.executables.load import to_compile
     from jaxserve.runner.memory import temp_bytes
 
     start = time.monotonic()
     blueprint = _blueprint(job)
-    bucket = next(bucket for bucket in to_compile(blueprint.buckets) if bucket.name == name)
-    compiled = _compile(job, blueprint, bucket)
+    compiled = _compile(job, blueprint, blueprint.buckets.by_name()[name])
     content, _, _ = serialize_executable.serialize(compiled)
     write_whole(folder / file_name(name), content)
     used = temp_bytes(compiled)
@@ -200,10 +199,10 @@ def _earlier(folder: Path, made_for: dict[str, Any], compiler_options: dict[str,
 
 
 def _remove_others(folder: Path, names: list[str]) -> None:
-    """Programs of other options, and what a killed process left half written."""
+    """Programs that nothing asks for any more, and what a killed process left half written."""
     wanted = {MANIFEST, *(file_name(name) for name in names)}
     for file in folder.iterdir():
-        if file.name not in wanted and file.is_file() and re.fullmatch(r"(decode|mixed|lone)-\d+\.\w+", file.name):
+        if file.name not in wanted and file.is_file() and re.fullmatch(rf"{NAME.pattern}\.\w+", file.name):
             file.unlink()
 
 

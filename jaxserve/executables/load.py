@@ -25,7 +25,7 @@ from jaxserve.executables.manifest import (
 )
 from jaxserve.models.spec import ParamSpec
 from jaxserve.runner.blueprint import Blueprint
-from jaxserve.runner.buckets import Bucket, Buckets
+from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.memory import shard_bytes
 from jaxserve.runner.sharding import TENSOR
 from pallas_kernels.dispatch import target_of
@@ -115,12 +115,7 @@ def fingerprint_of(blueprint: Blueprint, device_name: str | None = None) -> dict
     return fingerprint(
         blueprint.model, blueprint.config, num_blocks=blueprint.cache.num_blocks,
         tensor_parallel_size=blueprint.mesh.shape[TENSOR], target=_kind(device, device_name or device.device_kind),
-        buckets=[bucket.name for bucket in to_compile(blueprint.buckets)])
-
-
-def to_compile(buckets: Buckets) -> list[Bucket]:
-    """What a folder of executables holds."""
-    return [*buckets.all(), *buckets.lone]
+        buckets=list(blueprint.buckets.by_name()))
 
 
 def _kind(device: jax.Device, name: str) -> dict[str, Any]:

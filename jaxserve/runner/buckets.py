@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from jaxserve.scheduling.plan import StepPlan
+
+NAME = re.compile(r"(decode|mixed|lone)-(\d+)")
+"""A bucket's name: its kind and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Unique within an engine, and fit for a file: "decode-8", "mixed-512", "lone-64"."""
+        """Unique within an engine, and fit for a file: "decode-8", "mixed-512", "lone-64"; see `NAME`."""
         return f"{self._kind}-{self.num_tokens}"
 
     def __str__(self) -> str:
@@ -70,13 +74,19 @@ class Buckets:
             # Every chunk may end in a tile that is not full.
             num_tiles = -(-num_tokens // query_tile) + num_seqs
             self.mixed.append(Bucket(max(num_tokens, fewest), max(num_seqs, fewest), num_tiles))
-        sizes = [mixed.num_tokens for mixed in self.mixed if mixed.num_tokens >= FIRST_PROMPT_TOKENS]
-        self.lone = [Bucket(size, 1, -(-size // query_tile), is_lone=True)
-                     for size in sizes or [max_num_batched_tokens] if platform == "cpu"]
+        self.lone = []
+        if platform == "cpu":
+            sizes = [mixed.num_tokens for mixed in self.mixed if mixed.num_tokens >= FIRST_PROMPT_TOKENS]
+            self.lone = [Bucket(size, 1, -(-size // query_tile), is_lone=True)
+                         for size in sizes or [max_num_batched_tokens]]
 
     def all(self) -> list[Bucket]:
         """Those that hold any plan."""
         return self.decode + self.mixed
+
+    def by_name(self) -> dict[str, Bucket]:
+        """All, and the lone ones: what an engine's executables are made for."""
+        return {bucket.name: bucket for bucket in self.all() + self.lone}
 
     def pick(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan."""

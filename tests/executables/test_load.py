@@ -115,14 +115,13 @@ def test_options_that_nobody_gave_are_as_they_were(tiny_folder, compiled, expect
 
 
 
-def truncate(folder: Path) -> None:
-    file = folder / "mixed-16.executable"
+def truncate(folder: Path, name: str = "mixed-16") -> None:
+    file = folder / f"{name}.executable"
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def truncate_the_first(folder: Path) -> None:
-    file = folder / "lone-16.executable"
-    file.write_bytes(file.read_bytes()[:-1])
+    truncate(folder, "lone-16")
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -215,6 +214,15 @@ def test_a_compile_that_was_stopped_before_the_first_prompts_program(tiny_folder
     edit(lambda manifest: manifest["programs"].pop("lone-16"))(copied)
     tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
     assert tokens == expected and len(loaded) == 3
+
+
+def test_a_program_that_no_engine_asks_for(tiny_folder, copied, expected) -> None:
+    shutil.copy(copied / "lone-16.executable", copied / "lone-8.executable")
+    edit(lambda manifest: manifest["programs"].update({"lone-8": manifest["programs"]["lone-16"]}))(copied)
+    ahead.start(copied, num_tokens=8)
+    assert ahead.begun(copied) == "lone-8"
+    tokens, _ = run(tiny_folder, **OPTIONS, executables=str(copied))
+    assert tokens == expected
 
 
 def test_no_folder_is_not_the_current_one(tiny_folder, copied, loaded, monkeypatch) -> None:
